@@ -1,0 +1,65 @@
+"""Environments: Gymnasium's API over text, chat messages, or content parts with images."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol, runtime_checkable
+
+from turnwise.errors import EnvironmentFailure
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Built with `env_config` as keyword arguments, one instance an episode at a time; `step` and `reset` may be coroutines.
+
+    Observations: a string; a list of chat messages (`{"role", "content"}`); or a list of content parts (`{"type": "text", "text"}`,
+    `{"type": "image", "image": uint8 H×W×3}`). `step` gets the model's text, or what the manager's `action_pattern` found in it
+    (the empty string when it found nothing: an invalid action). `info` may hold `state_key` (hashable or array: the state after this
+    call), `success` (bool), `metrics` (name → number), `actions` (the legal texts, for the random player) and, at reset, `tools` (JSON
+    schemas for the chat template). A data-set environment has the attribute `num_tasks` and gets `options={"index": i}`.
+    Optional: `render()` → uint8 H×W×3 array or a string, `close()`.
+    """
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Start an episode. The same seed gives the same episode for the same actions; global random state is not touched."""
+        ...
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Answer an action with (observation, reward, terminated, truncated, info)."""
+        ...
+
+
+def check_observation(value: Any, where: str) -> Any:
+    """Return `value` if it is an observation; raise EnvironmentFailure with what it was instead."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(part, dict) for part in value):
+        messages = all("role" in part and "content" in part for part in value)
+        parts = all(part.get("type") in ("text", "image") for part in value)
+        if messages or parts:
+            return value
+    raise EnvironmentFailure(
+        f"{where} returned {value!r:.80} ({type(value).__name__}) as the observation. "
+        "Fix: return a string, a list of chat messages, or a list of content parts of type text or image."
+    )
+
+
+def check_reset(result: Any, where: str) -> tuple[Any, dict[str, Any]]:
+    """Check what `reset` returned: (observation, info)."""
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+        raise EnvironmentFailure(f"{where}.reset returned {result!r:.80}. Fix: return (observation, info), info a dict.")
+    return check_observation(result[0], f"{where}.reset"), result[1]
+
+
+def check_step(result: Any, where: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    """Check what `step` returned: five values, a finite reward, flags that are booleans."""
+    if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
+        raise EnvironmentFailure(f"{where}.step returned {result!r:.80}. Fix: return (observation, reward, terminated, truncated, info).")
+    observation, reward, terminated, truncated, info = result
+    try:
+        number = float(reward)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise EnvironmentFailure(f"{where}.step returned the reward {reward!r:.80}. Fix: return a finite number.")
+    return check_observation(observation, f"{where}.step"), number, bool(terminated), bool(truncated), info

@@ -1,0 +1,107 @@
+"""Inference backends: they turn a prompt into a sampled response, and receive new weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from attrs import field, frozen
+
+from turnwise.contracts.chat import Chat, Message
+from turnwise.contracts.train import Offer
+from turnwise.data.trajectory import Generation
+
+
+@frozen
+class GeneratingArgs:
+    """How to sample. `temperature` 0 is greedy. `top_p` 1 and `top_k` 0 switch truncation off. `stop_strings` end a response too."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_strings: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = True
+
+
+@frozen(eq=False)
+class Request:
+    """One response to sample.
+
+    `ids` int32 (backends of `input: ids`) or `messages` (of `input: messages`). `seed`: equal seeds, weights and ids give equal tokens.
+    `order`: (evaluation, group, member, attempt, turn), the order in which a batching backend arranges its rows. `actions`: the legal
+    texts that the environment told, for players. `tag` and `observation` are for a human reader.
+    """
+
+    seed: int
+    args: GeneratingArgs
+    max_new_tokens: int
+    order: tuple[int, ...] = ()
+    ids: np.ndarray | None = None
+    messages: tuple[Message, ...] | None = None
+    images: tuple[np.ndarray, ...] = ()
+    actions: tuple[str, ...] = ()
+    tag: str = ""
+    extras: dict[str, Any] = field(factory=dict)
+
+
+@frozen
+class InferenceContext:
+    """What a backend is built with: the prepared model folder and its chat (None for players that need no model), the seed,
+    `dtype` (bf16 | fp16 | fp32), `attn_implementation`, the devices, and the largest sequence."""
+
+    model: Path | None
+    chat: Chat | None
+    seed: int = 0
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    attn_implementation: str = "sdpa"
+    devices: tuple[int, ...] = ()
+    sequence_length: int = 2048
+    infer_batch_size: int = 0
+
+
+class InferenceBackend(Protocol):
+    """Built as `Backend(config, context)`; all methods but `live` are coroutines of the driver's event loop.
+
+    `input`: what requests carry. `transports`: how it can receive weights, best first (() for a player).
+    """
+
+    input: Literal["ids", "messages"]
+    transports: tuple[str, ...]
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample one response. Raises EngineError."""
+        ...
+
+    def live(self, episodes: int) -> None:
+        """How many episodes are running, told at every change: a batching backend may wait until all of them wait for it."""
+        ...
+
+    async def receive(self, offer: Offer) -> int:
+        """Take the offered weights and return the version that now serves."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop sampling between two tokens; requests are kept."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        ...
+
+    async def abort(self, request: Request) -> None:
+        """Drop a request whose episode gave up."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give the device memory back (colocated roles)."""
+        ...
+
+    async def wake(self) -> None:
+        """Undo `sleep`."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything; may be called twice."""
+        ...

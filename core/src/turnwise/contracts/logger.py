@@ -1,0 +1,45 @@
+"""Loggers: scalars, trajectories and artifacts. A failing logger is reported once and switched off; it never stops a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from attrs import field, frozen
+
+from turnwise.data.trajectory import Trajectory
+
+
+@frozen
+class LoggerContext:
+    """`folder`: the run's output folder. `exp_name`. `max_steps`: for progress. `config`: the resolved configuration as plain data."""
+
+    folder: Path
+    exp_name: str = "run"
+    max_steps: int = 0
+    config: Mapping[str, Any] = field(factory=dict)
+
+
+class Logger(Protocol):
+    """Built as `Logger(config, context)`."""
+
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of pipeline step `step`; values may be NaN, names may be new."""
+        ...
+
+    def trajectories(self, step: int, split: str, trajectories: Sequence[Trajectory]) -> None:
+        """The trajectories of a step; `split` is `train` or `val`."""
+        ...
+
+    def artifact(self, step: int, name: str, path: Path) -> None:
+        """A file that the run made (a frame, a GIF, a chart)."""
+        ...
+
+    def resume(self, step: int) -> None:
+        """The run goes on at `step`: drop what was logged for it and later."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release; may be called twice."""
+        ...

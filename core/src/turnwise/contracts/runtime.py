@@ -1,0 +1,55 @@
+"""Runtimes: where roles live. The pipeline awaits handles and has one code path for every runtime."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+from attrs import frozen
+
+
+@frozen
+class RuntimeContext:
+    """`timeout`: seconds that a call to a role may take before the run ends with its name."""
+
+    timeout: float = 3600.0
+    seed: int = 0
+
+
+@frozen
+class RolePlan:
+    """One role to place: its name (`actor_train`, `actor_infer`, `reference`, `critic`), the kind and name of its implementation, its
+    structured config and context, and its devices. Every process builds it by name."""
+
+    role: str
+    kind: Literal["inference_backend", "train_strategy"]
+    implementation: str
+    config: Any
+    context: Any
+    devices: tuple[int, ...] = ()
+
+
+class Handle(Protocol):
+    """A placed role: every public method of the implementation, awaitable."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Run `method` on the role and return its result; its exception is raised here."""
+        ...
+
+    async def close(self) -> None:
+        """Close the role; may be called twice."""
+        ...
+
+
+class Runtime(Protocol):
+    """Built as `Runtime(config, context)`."""
+
+    transports: tuple[str, ...]
+    """Weight transports that this runtime's processes can use (`shared`: only where roles live in one process)."""
+
+    async def place(self, plan: RolePlan) -> Any:
+        """Build the role: a Handle for training strategies; for inference backends, an InferenceBackend."""
+        ...
+
+    async def close(self) -> None:
+        """Close every placed role."""
+        ...

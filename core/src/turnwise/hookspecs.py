@@ -1,0 +1,150 @@
+"""One hook per kind of implementation. Each returns a list of `Implementation` records; pluggy is used for discovery alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pluggy
+from attrs import field, frozen
+
+hookspec = pluggy.HookspecMarker("turnwise")
+hookimpl = pluggy.HookimplMarker("turnwise")
+
+
+@frozen
+class Implementation:
+    """One implementation of a kind.
+
+    `target`: the class, or `"module:Class"`, imported when it is built. `config`: its attrs class or `"module:Class"` (none: options
+    are checked against the constructor's signature). `requires`: import names without which it cannot work in any mode. `aliases`:
+    other names it answers to, within its kind. `presets`: named option sets (`strategy_config: ${deepspeed_zero3}`). `fixtures`:
+    `"module:function"` that gives the conformance kit what it needs to build one.
+    """
+
+    name: str
+    target: Any
+    config: Any = None
+    requires: tuple[str, ...] = field(default=(), converter=tuple)
+    aliases: tuple[str, ...] = field(default=(), converter=tuple)
+    summary: str = ""
+    presets: dict[str, dict[str, Any]] = field(factory=dict)
+    fixtures: Any = None
+
+
+class Hooks:
+    """The hook specifications. A plugin is a module with some of these functions, each marked `@turnwise.hookimpl`."""
+
+    @hookspec
+    def environments(self) -> list[Implementation]:  # type: ignore[empty-body]
+        """Environments (turnwise.contracts.environment). Built with `env_config` as keyword arguments.
+
+        >>> @turnwise.hookimpl
+        ... def environments():
+        ...     return [turnwise.Implementation("guess_number", GuessNumber)]
+        """
+
+    @hookspec
+    def env_managers(self) -> list[Implementation]:  # type: ignore[empty-body]
+        """Environment managers (turnwise.contracts.env_manager).
+
+        >>> @turnwise.hookimpl
+        ... def env_managers():
+        ...     return [turnwise.Implementation("debate", "my_plugin.debate:Debate", config="my_plugin.config:DebateConfig")]
+        """
+
+    @hookspec
+    def inference_backends(self) -> list[Implementation]:  # type: ignore[empty-body]
+        """Inference backends (turnwise.contracts.inference).
+
+        >>> @turnwise.hookimpl
+        ... def inference_backends():
+        ...     return [turnwise.Implementation("my_engine", "my_plugin.backend:Backend", requires=("my_engine",))]
+        """
+
+    @hookspec
+    def train_strategies(self) -> list[Implementation]:  # type: ignore[empty-body]
+        """Training strategies (turnwise.contracts.train).
+
+        >>> @turnwise.hookimpl
+        ... def train_strategies():
+        ...     return [turnwise.Implementation("my_trainer", "my_plugin.strategy:Strategy", aliases=("my_trainer_train",))]
+        """
+
+    @hookspec
+    def advantage_estimators(self) -> list[Implementation]:  # type: ignore[empty-body]
+        """Advantage estimators (turnwise.contracts.estimator).
+
+        >>> @turnwise.hookimpl
+        ... def advantage_estimators():
+        ...     return [turnwise.Implementation("last_step", LastStep)]
+        """
+
+    @hookspec
+    def policy_losses(self) -> list[Implementation]:  # type: ignore[empty-body]
+        """Policy losses (turnwise.contracts.loss).
+
+        >>> @turnwise.hookimpl
+        ... def policy_losses():
+        ...     return [turnwise.Implementation("my_loss", "my_plugin.loss:MyLoss", config="my_plugin.config:MyLossConfig")]
+        """
+
+    @hookspec
+    def batch_adjusts(self) -> list[Implementation]:  # type: ignore[empty-body]
+        """Batch-adjust policies (turnwise.contracts.batch_adjust).
+
+        >>> @turnwise.hookimpl
+        ... def batch_adjusts():
+        ...     return [turnwise.Implementation("halves", Halves)]
+        """
+
+    @hookspec
+    def group_filters(self) -> list[Implementation]:  # type: ignore[empty-body]
+        """Group filters (turnwise.contracts.group_filter).
+
+        >>> @turnwise.hookimpl
+        ... def group_filters():
+        ...     return [turnwise.Implementation("only_hard", OnlyHard)]
+        """
+
+    @hookspec
+    def loggers(self) -> list[Implementation]:  # type: ignore[empty-body]
+        """Loggers (turnwise.contracts.logger).
+
+        >>> @turnwise.hookimpl
+        ... def loggers():
+        ...     return [turnwise.Implementation("csv", "my_plugin.csv:CsvLogger")]
+        """
+
+    @hookspec
+    def runtimes(self) -> list[Implementation]:  # type: ignore[empty-body]
+        """Runtimes (turnwise.contracts.runtime).
+
+        >>> @turnwise.hookimpl
+        ... def runtimes():
+        ...     return [turnwise.Implementation("cluster", "my_plugin.runtime:Cluster", requires=("my_cluster",))]
+        """
+
+    @hookspec
+    def model_sources(self) -> list[Implementation]:  # type: ignore[empty-body]
+        """Model sources (turnwise.contracts.chat).
+
+        >>> @turnwise.hookimpl
+        ... def model_sources():
+        ...     return [turnwise.Implementation("store", "my_plugin.store:ModelStore")]
+        """
+
+
+KINDS: dict[str, str] = {
+    "environments": "environment",
+    "env_managers": "env_manager",
+    "inference_backends": "inference_backend",
+    "train_strategies": "train_strategy",
+    "advantage_estimators": "advantage_estimator",
+    "policy_losses": "policy_loss",
+    "batch_adjusts": "batch_adjust",
+    "group_filters": "group_filter",
+    "loggers": "logger",
+    "runtimes": "runtime",
+    "model_sources": "model_source",
+}
+"""Hook name → kind."""

@@ -1,0 +1,1 @@
+"""Hooks of turnwise-gymnasium: FrozenLake as text, and a bridge to any Gymnasium environment of discrete actions."""

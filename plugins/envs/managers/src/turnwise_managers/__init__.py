@@ -1,0 +1,1 @@
+"""Hooks of turnwise-managers: trajectory and stepwise environment managers."""

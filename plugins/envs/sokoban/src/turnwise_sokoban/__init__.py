@@ -1,0 +1,1 @@
+"""Hooks of turnwise-sokoban: procedurally generated, always solvable Sokoban rooms."""

@@ -1,0 +1,1 @@
+"""Hooks of turnwise-grpo: group-relative and REINFORCE-family advantage estimators."""

@@ -1,0 +1,1 @@
+"""Hooks of turnwise-losses: policy losses in torch."""

@@ -1,0 +1,1 @@
+"""Hooks of turnwise-console: metrics and progress in the terminal (rich)."""

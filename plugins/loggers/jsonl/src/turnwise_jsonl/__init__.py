@@ -1,0 +1,1 @@
+"""Hooks of turnwise-jsonl: metrics and full trajectories as JSON lines."""

@@ -1,0 +1,1 @@
+"""Hooks of turnwise-tensorboard: metrics for TensorBoard."""

@@ -1,0 +1,1 @@
+"""Hooks of turnwise-hf: the model source and inference with Hugging Face transformers."""

@@ -1,0 +1,1 @@
+"""Hooks of turnwise-players: the random player and the human at the keyboard."""

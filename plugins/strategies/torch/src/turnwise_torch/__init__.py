@@ -1,0 +1,1 @@
+"""Hooks of turnwise-torch: single-process training with PyTorch, and what torch strategies share."""
