@@ -43,8 +43,8 @@ class Handle(Protocol):
 class Runtime(Protocol):
     """Built as `Runtime(config, context)`."""
 
-    transports: tuple[str, ...]
-    """Weight transports that this runtime's processes can use (`shared`: only where roles live in one process)."""
+    one_process: bool
+    """Whether all roles live in the driver's process (then the weight transport `shared` works)."""
 
     async def place(self, plan: RolePlan) -> Any:
         """Build the role: a Handle for training strategies; for inference backends, an InferenceBackend."""

@@ -154,7 +154,10 @@ def _token_tables(rows: Sequence[tuple[int, Sample]], first_turn: np.ndarray) ->
         "infer_log_probs": joined([_logprobs(sample) for _, sample in rows], np.float32),
         "versions": joined([sample.versions for _, sample in rows], np.int32),
     }
-    columns |= _extra_columns(rows, lengths)
+    extra = _extra_columns(rows, lengths)
+    if taken := sorted(extra.keys() & {*columns, "token_level_rewards"}):
+        raise ValueError(f"a sample's columns may not be named {', '.join(taken)}: the token table has columns of these names")
+    columns |= extra
     starts = np.cumsum(lengths) - lengths
     table = Table(
         {
@@ -175,11 +178,11 @@ def _logprobs(sample: Sample) -> np.ndarray:
 
 
 def _extra_columns(rows: Sequence[tuple[int, Sample]], lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """Columns that only some samples carry are filled with −1 (integers) or NaN (floats) in the others."""
+    """Columns that only some samples carry are filled with −1 (integers), NaN (floats), False or 0 (bool, unsigned) in the others."""
     known = {name: column for _, sample in rows for name, column in sample.columns.items()}
     out = {}
     for name, example in known.items():
-        fill = -1 if np.issubdtype(example.dtype, np.integer) else np.nan
+        fill = {"i": -1, "b": False, "u": 0}.get(example.dtype.kind, np.nan)
         parts = [sample.columns.get(name, np.full((int(n), *example.shape[1:]), fill, example.dtype)) for (_, sample), n in zip(rows, lengths)]
         out[name] = np.concatenate(parts)
     return out

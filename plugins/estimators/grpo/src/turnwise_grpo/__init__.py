@@ -1,1 +1,40 @@
 """Hooks of turnwise-grpo: group-relative and REINFORCE-family advantage estimators."""
+
+from turnwise.hookspecs import Implementation, hookimpl
+
+
+@hookimpl
+def advantage_estimators() -> list[Implementation]:
+    """Five estimators, each a page."""
+    return [
+        Implementation(
+            "grpo",
+            "turnwise_grpo.grpo:Grpo",
+            config="turnwise_grpo.config:ScoreConfig",
+            summary="the score normalised in its group, on every sampled token",
+        ),
+        Implementation(
+            "reinforce",
+            "turnwise_grpo.reinforce:Reinforce",
+            config="turnwise_grpo.config:ReturnConfig",
+            summary="discounted returns over the trajectory's sampled tokens",
+        ),
+        Implementation(
+            "rloo",
+            "turnwise_grpo.rloo:Rloo",
+            config="turnwise_grpo.config:ScoreConfig",
+            summary="the score minus the mean of the others in its group",
+        ),
+        Implementation(
+            "reinforce_plus_plus",
+            "turnwise_grpo.reinforce_plus_plus:ReinforcePlusPlus",
+            config="turnwise_grpo.config:ReturnConfig",
+            summary="discounted returns, whitened over the step",
+        ),
+        Implementation(
+            "reinforce_plus_plus_baseline",
+            "turnwise_grpo.reinforce_plus_plus_baseline:ReinforcePlusPlusBaseline",
+            config="turnwise_grpo.config:ScoreConfig",
+            summary="the score minus its group's mean, whitened over the step",
+        ),
+    ]

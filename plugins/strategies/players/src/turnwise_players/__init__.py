@@ -1,1 +1,24 @@
 """Hooks of turnwise-players: the random player and the human at the keyboard."""
+
+from turnwise.hookspecs import Implementation, hookimpl
+
+
+@hookimpl
+def inference_backends() -> list[Implementation]:
+    """Players that need no model: for evaluation and rollout, refused by `train`."""
+    return [
+        Implementation(
+            "random",
+            "turnwise_players.random_player:RandomPlayer",
+            config="turnwise_players.config:RandomConfig",
+            fixtures="turnwise_players.fixtures:random_fixture",
+            summary="plays uniformly among the legal actions that the environment tells",
+        ),
+        Implementation(
+            "human",
+            "turnwise_players.human_player:HumanPlayer",
+            config="turnwise_players.config:HumanConfig",
+            fixtures="turnwise_players.fixtures:human_fixture",
+            summary="shows the conversation in the terminal and reads the answer from the keyboard",
+        ),
+    ]

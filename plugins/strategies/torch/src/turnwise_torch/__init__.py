@@ -1,1 +1,19 @@
 """Hooks of turnwise-torch: single-process training with PyTorch, and what torch strategies share."""
+
+from turnwise import Implementation, hookimpl
+
+
+@hookimpl
+def train_strategies() -> list[Implementation]:
+    """`torch`, which also answers to the field's `hf_train`, and to `hf_infer` as a reference without an optimizer."""
+    return [
+        Implementation(
+            "torch",
+            "turnwise_torch.strategy:TorchStrategy",
+            config="turnwise_torch.config:TorchConfig",
+            requires=("torch", "transformers"),
+            aliases=("hf_train", "hf_infer"),
+            summary="one process, one device: AdamW with fp32 master weights on a transformers model",
+            fixtures="turnwise_torch.fixtures:strategy_fixture",
+        )
+    ]

@@ -1,0 +1,176 @@
+"""The commands that work on a configuration: train, eval, rollout, plan, check."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from turnwise.config.convert import to_plain
+from turnwise.config.loader import Loaded, load
+from turnwise.config.schema import Choice
+from turnwise.data.trajectory import Trajectory
+from turnwise.errors import TurnwiseError
+from turnwise.pipeline import frames, play
+from turnwise.pipeline import plan as planning
+from turnwise.pipeline.loop import Interrupted, Pipeline
+from turnwise.pipeline.preflight import preflight, refuse
+from turnwise.plugins import registry
+
+
+def _loaded(path: Path, overrides: Sequence[str], quiet: bool = False) -> Loaded:
+    loaded = load(path, overrides)
+    if not quiet:
+        for note in loaded.notes:
+            click.echo(f"note: {note}", err=True)
+        for warning in loaded.warnings:
+            click.echo(f"warning: {warning}", err=True)
+    return loaded
+
+
+def train(path: Path, overrides: Sequence[str]) -> None:
+    """Train; an error says what was saved and how to go on."""
+    loaded = _loaded(path, overrides)
+    config = loaded.config
+    refuse(preflight(config, path.parent))
+    _log_to(Path(config.logging_dir or config.output_dir))
+    pipeline = Pipeline(config, path.parent, to_plain(config))
+    try:
+        outcome = asyncio.run(pipeline.run())
+    except (TurnwiseError, KeyboardInterrupt) as error:
+        again = _resume_command(path, overrides)
+        where = f"saved: {pipeline.saved}\nresume: {again}" if pipeline.saved else "saved: nothing yet"
+        logging.getLogger("turnwise").error("%s", error)
+        if isinstance(error, Interrupted | KeyboardInterrupt):
+            click.echo(f"{str(error) or 'stopped at once'}\n{where}", err=True)
+            sys.exit(130)
+        error.add_note(where)
+        raise
+    click.echo(outcome.report)
+    if outcome.checkpoint is not None and config.val_env_manager is not None:
+        click.echo(f"watch it play: turnwise rollout {' '.join([str(path), *overrides])} --model latest --episodes 3")
+
+
+def _resume_command(path: Path, overrides: Sequence[str]) -> str:
+    kept = [o for o in overrides if not o.startswith("resume_from_checkpoint=")]
+    return " ".join(["turnwise train", str(path), *kept, "resume_from_checkpoint=true"])
+
+
+def _log_to(folder: Path) -> None:
+    """Messages of the run go to `run.log`, warnings to the terminal too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = logging.getLogger("turnwise")
+    log.setLevel(logging.INFO)
+    file = logging.FileHandler(folder / "run.log")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    terminal = logging.StreamHandler()
+    terminal.setLevel(logging.WARNING)
+    terminal.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    log.handlers = [file, terminal]
+
+
+def evaluate(
+    path: Path, overrides: Sequence[str], *, model: str | None, player: str | None, tag: str | None, episodes: int | None, as_json: bool
+) -> None:
+    """Evaluate a model or a player."""
+    loaded = _loaded(path, overrides, quiet=as_json)
+    config = play.with_tasks(loaded.config, episodes=episodes, tag=tag)
+    played = asyncio.run(play.play(config, path.parent, player=_player(player), model=model))
+    values = play.summary(config, played)
+    if as_json:
+        click.echo(json.dumps(values, indent=1))
+        return
+    for name, value in values.items():
+        click.echo(f"{name:<40} {value:.4g}")
+    for line in played.failures:
+        click.echo(f"failed: {line}", err=True)
+
+
+def rollout(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    model: str | None,
+    player: str | None,
+    episodes: int,
+    split: str,
+    tag: str | None,
+    seed: int | None,
+    render: Path | None,
+    still: bool,
+    in_debugger: bool,
+) -> None:
+    """Play a few episodes and print them."""
+    loaded = _loaded(path, overrides)
+    config = play.with_tasks(loaded.config, episodes=episodes, tag=tag, split=split, seed=seed)
+    if in_debugger:
+        config = play.for_debugging(config)
+    elif player == "human":
+        config = play.patient(config)
+    played = asyncio.run(play.play(config, path.parent, player=_player(player), model=model, render=episodes if render else 0))
+    for trajectory in played.trajectories:
+        click.echo(readable(trajectory))
+    for line in played.failures:
+        click.echo(f"failed: {line}", err=True)
+    if render is not None:
+        for _, file in frames.write(render, played.frames, still):
+            click.echo(f"wrote {file}")
+
+
+def _player(name: str | None) -> Choice | None:
+    if name is None:
+        return None
+    entry = registry().find("inference_backend", name)
+    return Choice(entry.name)
+
+
+def readable(trajectory: Trajectory) -> str:
+    """An episode for people: what was observed, said and earned, turn by turn."""
+    lines = [f"=== {trajectory.tag}, task {trajectory.group}, member {trajectory.member}"]
+    for number, turn in enumerate(trajectory.turns):
+        lines += [f"--- turn {number}", _text(turn.observation), f"> {turn.text.strip()!r}" + (f" → {turn.action!r}" if turn.action != turn.text.strip() else "")]
+        lines.append(f"reward {turn.reward:g}")
+    success = {None: "", True: ", success", False: ", no success"}[trajectory.success]
+    lines += ["--- end", _text(trajectory.final_observation), f"score {trajectory.score:g}, stopped by {trajectory.stop_reason}{success}\n"]
+    return "\n".join(lines)
+
+
+def _text(observation: Any) -> str:
+    if isinstance(observation, str):
+        return observation
+    parts = [p.get("text", p.get("content", "[image]")) if isinstance(p, dict) else str(p) for p in observation or ()]
+    return "\n".join(str(p) for p in parts)
+
+
+def plan(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
+    """Print the arithmetic of a run."""
+    loaded = _loaded(path, overrides, quiet=as_json)
+    values = planning.arithmetic(loaded.config)
+    warnings = [*loaded.warnings, *planning.warnings(loaded.config, values)]
+    if as_json:
+        click.echo(json.dumps({**values, "notes": loaded.notes, "warnings": warnings}, indent=1))
+        return
+    click.echo(planning.render(values))
+    for warning in planning.warnings(loaded.config, values):
+        click.echo(f"warning: {warning}")
+
+
+def check(path: Path, overrides: Sequence[str]) -> None:
+    """Report what is wrong with the configuration, and what this machine lacks."""
+    loaded = _loaded(path, overrides)
+    findings = preflight(loaded.config, path.parent)
+    for line in findings.config:
+        click.echo(f"config: {line}", err=True)
+    for line in findings.machine:
+        click.echo(f"machine: {line}", err=True)
+    if findings.config or findings.machine:
+        sys.exit(2 if findings.config else 3)
+    click.echo(f"{path}: ready to train")
+
+

@@ -1,0 +1,94 @@
+"""Algorithm keys: a top-level key goes to every chosen implementation that has an option of its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from turnwise.config.choices import TOP_LEVEL, Slot
+from turnwise.config.convert import unknown_key
+from turnwise.config.report import Report, dotted
+from turnwise.config.schema import RunConfig
+
+CHOOSERS = ("adv_estimator", "pg_variant", "batch_adjust_mode", "group_filters")
+"""The choices whose options may stand at the top level."""
+
+SHARED = (
+    "gamma", "lambd", "whiten_advantages", "advantage_clip", "reward_normalization", "reward_clip", "ratio_type", "ppo_epochs",
+    "entropy_loss_coef", "loss_agg_mode", "loss_agg_unit", "loss_scale_factor", "init_kl_coef", "kl_penalty", "kl_loss_coef",
+    "kl_loss_type", "value_clip",
+)  # fmt: skip
+"""Keys of the core that implementations may have too: they get the value when the YAML gives it."""
+
+FIELD = {
+    **dict.fromkeys(("lambd", "step_reward_gamma", "episode_reward_weight", "step_reward_weight", "similarity_threshold"), "adv_estimator"),
+    **dict.fromkeys(
+        (
+            "pg_clip", "pg_clip_low", "pg_clip_high", "dual_clip_loss", "dual_clip_c", "tis_lower_bound", "tis_upper_bound", "topr_sign",
+            "topr_weight_pos", "topr_weight_neg", "cispo_epsilon_low", "cispo_epsilon_high", "kimi15_tau", "gspo_clip_low", "gspo_clip_high",
+            "gspo_level", "gmpo_clip", "sapo_tau_pos", "sapo_tau_neg", "dppo_mask", "dppo_delta",
+        ),
+        "pg_variant",
+    ),
+}  # fmt: skip
+"""Keys that the field knows → the choice whose implementations may use them; with another choice they are a warning."""
+
+
+def give_algorithm_keys(data: dict[str, Any], slots: Sequence[Slot], reads: set[str], included: set[str], report: Report) -> None:
+    """Take every top-level key that is not the schema's out of `data`: to the implementations, to `vars`, or into the report."""
+    schema = [a.name for a in attrs.fields(RunConfig)]
+    chosen = [slot for slot in slots if slot.path[0] in CHOOSERS]
+    algorithm: dict[str, Any] = {}
+    free: dict[str, Any] = {}
+    for key in [k for k in data if k in SHARED or k not in schema]:
+        takers = [slot for slot in chosen if key in slot.fields]
+        for slot in takers:
+            _give(slot, key, data[key], report)
+        if key in schema:
+            if not takers and key in FIELD:
+                _without_effect(key, chosen, report)
+            continue
+        value = data.pop(key)
+        if takers:
+            algorithm[key] = value
+        elif key in reads or key in included:
+            free[key] = value
+        elif key in FIELD:
+            _without_effect(key, chosen, report)
+        else:
+            report.error((key,), unknown_key(key, [*schema, *FIELD, *_options(chosen)]))
+    _keep_free(data, free, reads, report)
+    data["algorithm"] = algorithm
+
+
+def _give(slot: Slot, key: str, value: Any, report: Report) -> None:
+    inside = (*slot.inside, key)
+    if key in slot.options:
+        report.error(inside, f"{slot.options[key]!r} here, and {value!r} at {dotted((key,))}. Fix: give {key} in one place")
+        return
+    slot.options[key] = value
+    report.sources.moved[inside] = (key,)
+
+
+def _without_effect(key: str, chosen: Sequence[Slot], report: Report) -> None:
+    chooser = FIELD[key]
+    names = [slot.entry.name for slot in chosen if slot.path[0] == chooser]
+    if names:  # the choice itself may be what is wrong
+        report.warn((key,), f"{key} has no effect with {chooser} {names[0]!r}")
+
+
+def _options(chosen: Sequence[Slot]) -> list[str]:
+    return [name for slot in chosen for name in slot.fields]
+
+
+def _keep_free(data: dict[str, Any], free: Mapping[str, Any], reads: set[str], report: Report) -> None:
+    for key in free:
+        if key in reads:
+            report.note((key,), "is read by ${…} alone; it may also stand under vars:")
+    if free and isinstance(data.get("vars", {}), dict):
+        data["vars"] = {**free, **data.get("vars", {})}
+
+
+assert all(chooser in TOP_LEVEL for chooser in CHOOSERS)

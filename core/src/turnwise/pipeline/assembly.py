@@ -1,0 +1,269 @@
+"""From a configuration to the things that a run is made of: model folder, roles, environment plans, loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import define, evolve, field, frozen
+
+from turnwise.config.schema import Choice, CustomEnv, EnvManagerConfig, Role, RunConfig
+from turnwise.contracts.chat import Chat, ModelSource, ModelSourceContext
+from turnwise.contracts.env_manager import Limits, ManagerContext
+from turnwise.contracts.inference import GeneratingArgs, InferenceBackend, InferenceContext
+from turnwise.contracts.logger import Logger, LoggerContext
+from turnwise.contracts.loss import LossContext
+from turnwise.contracts.runtime import RolePlan, Runtime, RuntimeContext
+from turnwise.contracts.train import LossChoice, Objective, TrainContext
+from turnwise.errors import ConfigError, PluginError
+from turnwise.pipeline.texts import environment_texts
+from turnwise.plugins import registry
+from turnwise.rollout import RolloutSettings, Scheduler, TagPlan
+
+
+@frozen
+class EnvironmentBuilder:
+    """Builds one environment by name, in any process: it declares the run's plugins first."""
+
+    name: str
+    options: Mapping[str, Any] = field(factory=dict)
+    plugins: tuple[str, ...] = ()
+    base: str = "."
+
+    def __call__(self) -> Any:
+        """A new environment."""
+        known = registry()
+        known.declare(self.plugins, Path(self.base))
+        return known.build("environment", self.name, self.options)
+
+
+@define
+class Folders:
+    """Where a run writes."""
+
+    output: Path
+    checkpoints: Path
+    cache: Path
+    logs: Path
+    frames: Path | None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Folders:
+        """The folders of a configuration (nothing is created)."""
+        output = Path(config.output_dir)
+        return cls(
+            output=output,
+            checkpoints=output / "checkpoints",
+            cache=output / "model",
+            logs=Path(config.logging_dir) if config.logging_dir else output,
+            frames=Path(config.render_save_dir) if config.render_save_dir else None,
+        )
+
+
+def build(kind: str, choice: Choice, context: Any) -> Any:
+    """Build a chosen implementation with its structured config, or its plain options where it has no config class."""
+    config = choice.config if choice.config is not None else (choice.options or None)
+    return registry().build(kind, choice.name, config, context)
+
+
+def tag_plans(config: RunConfig, manager: EnvManagerConfig, args: GeneratingArgs, base: Path) -> list[TagPlan]:
+    """What is played for training or evaluation: one plan per tag, with its environments, manager and limits."""
+    plans = []
+    for tag, groups in zip(manager.tags, manager.num_groups_partition, strict=True):
+        env = config.custom_envs[tag]
+        builder = EnvironmentBuilder(env.env_type, env.env_config, config.plugins, str(base))
+        plans.append(
+            TagPlan(
+                tag=tag,
+                build=builder,
+                manager=build("env_manager", env.env_manager, ManagerContext(tag=tag, max_turns=env.max_steps)),
+                limits=limits(config, env, args),
+                groups=groups,
+                group_size=manager.group_size,
+                step=env.step,
+                max_concurrent_steps=env.max_env_step_concurrent,
+                num_tasks=_num_tasks(builder, tag),
+            )
+        )
+    return plans
+
+
+def limits(config: RunConfig, env: CustomEnv, args: GeneratingArgs) -> Limits:
+    """The token and turn limits of a tag."""
+    return Limits(
+        sequence_length=config.sequence_length,
+        max_new_tokens=args.max_new_tokens,
+        max_tokens_per_step=env.max_tokens_per_step or args.max_new_tokens,
+        max_turns=env.max_steps,
+    )
+
+
+def _num_tasks(builder: EnvironmentBuilder, tag: str) -> int | None:
+    """How many tasks a data-set environment holds; None for the others. Building one also shows that it can be built."""
+    try:
+        environment = builder()
+    except PluginError:
+        raise
+    except Exception as error:  # a stranger's constructor may raise anything
+        raise ConfigError(
+            f"custom_envs.{tag}: the environment {builder.name!r} cannot be built with env_config {dict(builder.options)}: "
+            f"{type(error).__name__}: {error}. Fix: correct env_config."
+        ) from error
+    count = getattr(environment, "num_tasks", None)
+    close = getattr(environment, "close", None)
+    if close is not None:
+        close()
+    return count
+
+
+def scheduler(config: RunConfig, base: Path, backend: InferenceBackend, chat: Chat | None, *, evaluation: bool) -> Scheduler:
+    """The rollout scheduler of training, or of evaluation with its own seed, tasks and generating arguments."""
+    manager = config.val_env_manager if evaluation else config.train_env_manager
+    assert manager is not None
+    args = (manager.generating_args if evaluation else None) or config.actor_infer.generating_args
+    settings = RolloutSettings(
+        seed=config.val_seed if evaluation else config.seed,
+        step_timeout=manager.step_timeout,
+        reset_timeout=manager.reset_timeout,
+        request_timeout=config.actor_infer.request_timeout,
+        max_env_retries=manager.max_env_retries,
+        max_env_failure_rate=manager.max_env_failure_rate,
+        max_concurrent=manager.max_env_num_per_worker,
+        evaluation=evaluation,
+        generating_args=args,
+        async_generation_ratio=config.async_generation_ratio,
+    )
+    return Scheduler(tag_plans(config, manager, args, base), settings, backend, chat if backend.input == "ids" else None)
+
+
+def model_source(config: RunConfig, base: Path) -> ModelSource:
+    """The source that prepares `pretrain`; a tokenizer recipe may ask it for the environments' texts."""
+    folders = Folders.of(config)
+    context = ModelSourceContext(cache=folders.cache, seed=config.seed, texts=lambda: texts(config, base))
+    source: ModelSource = build("model_source", config.model_source, context)
+    return source
+
+
+def texts(config: RunConfig, base: Path) -> Iterable[str]:
+    """Every text that the environments and their managers would show a model in a few random episodes."""
+    managers = [m for m in (config.train_env_manager, config.val_env_manager) if m is not None]
+    args = config.actor_infer.generating_args
+    plans = {plan.tag: plan for m in managers for plan in tag_plans(config, m, args, base)}
+    return environment_texts(list(plans.values()), seed=config.seed)
+
+
+def inference_context(config: RunConfig, model: Path | None, chat: Chat | None) -> InferenceContext:
+    """What the sampling role is built with."""
+    role = config.actor_infer
+    return InferenceContext(
+        model=model,
+        chat=chat,
+        seed=config.seed,
+        dtype=role.model_args.dtype,
+        attn_implementation=role.model_args.attn_implementation,
+        devices=role.device_mapping,
+        sequence_length=config.sequence_length,
+        infer_batch_size=role.infer_batch_size,
+    )
+
+
+def train_context(config: RunConfig, role: Role, name: str, model: Path) -> TrainContext:
+    """What a training role is built with. The reference shares the actor's settings of the model where it has none of its own."""
+    args = role.training_args
+    return TrainContext(
+        model=model,
+        role=name,
+        head="value" if name == "critic" else "lm",
+        trainable=name != "reference",
+        seed=config.seed,
+        devices=role.device_mapping,
+        dtype=role.model_args.dtype,
+        attn_implementation=role.model_args.attn_implementation,
+        gradient_checkpointing=not role.model_args.disable_gradient_checkpointing,
+        temperature=config.actor_infer.generating_args.temperature,
+        objective=objective(config),
+        weight_decay=args.weight_decay,
+        max_grad_norm=args.max_grad_norm if args.max_grad_norm is not None else config.max_grad_norm,
+        per_device_train_batch_size=args.per_device_train_batch_size,
+        infer_batch_size=role.infer_batch_size or args.per_device_train_batch_size,
+        max_tokens_per_microbatch_in_train=role.max_tokens_per_microbatch_in_train if role.use_dynamic_batching_in_train else None,
+        max_tokens_per_microbatch_in_infer=role.max_tokens_per_microbatch_in_infer if role.use_dynamic_batching_in_infer else None,
+    )
+
+
+def objective(config: RunConfig) -> Objective:
+    """The fixed part of what is minimised."""
+    return Objective(
+        loss=LossChoice(config.pg_variant.name, config.pg_variant.config),
+        kl_loss_type=config.kl_loss_type,
+        ratio_type=config.ratio_type,
+        value_clip=config.value_clip,
+    )
+
+
+def policy_loss(config: RunConfig) -> Any:
+    """The chosen policy loss, built here to be asked about itself (`uses_ratio`)."""
+    return build("policy_loss", config.pg_variant, LossContext(ratio_type=config.ratio_type))
+
+
+def role_plan(config: RunConfig, name: str, model: Path, chat: Chat | None) -> RolePlan:
+    """The plan by which a runtime places a role."""
+    role: Role = getattr(config, name)
+    if role is None or role.strategy_args is None:
+        raise ConfigError(f"$.{name}.strategy_args is missing. Fix: name a strategy, as in strategy_args: {{strategy_name: torch}}.")
+    choice = role.strategy_args
+    inference = name == "actor_infer"
+    return RolePlan(
+        role=name,
+        kind="inference_backend" if inference else "train_strategy",
+        implementation=choice.name,
+        config=choice.config if choice.config is not None else (choice.options or None),
+        context=inference_context(config, model, chat) if inference else train_context(config, role, name, model),
+        devices=role.device_mapping,
+    )
+
+
+def runtime(config: RunConfig) -> Runtime:
+    """The runtime that places the roles."""
+    built: Runtime = build("runtime", config.runtime, RuntimeContext(timeout=config.runtime_timeout, seed=config.seed))
+    return built
+
+
+def player(choice: Choice, seed: int) -> InferenceBackend:
+    """An inference backend that needs no model folder: a player."""
+    backend: InferenceBackend = build("inference_backend", choice, InferenceContext(model=None, chat=None, seed=seed))
+    return backend
+
+
+def loggers(config: RunConfig, plain: Mapping[str, Any]) -> list[tuple[str, Logger]]:
+    """The chosen loggers in the YAML's order, with their names."""
+    context = LoggerContext(folder=Path(config.output_dir), exp_name=config.exp_name, max_steps=config.max_steps, config=plain)
+    return [(choice.name, build("logger", choice, context)) for choice in config.track_with]
+
+
+def with_seed_files(config: RunConfig, base: Path) -> RunConfig:
+    """The configuration with a relative local `pretrain` folder made absolute against the YAML's folder, if it is one there."""
+    if isinstance(config.pretrain, str) and not Path(config.pretrain).is_absolute() and (base / config.pretrain).is_dir():
+        return evolve(config, pretrain=str(base / config.pretrain))
+    return config
+
+
+def planned_episodes(manager: EnvManagerConfig) -> dict[str, int]:
+    """Episodes per tag of one evaluation."""
+    return {tag: groups * manager.group_size for tag, groups in zip(manager.tags, manager.num_groups_partition, strict=True)}
+
+
+def reference_role(config: RunConfig) -> Role:
+    """The reference's role: as configured, else the actor's without its optimizer."""
+    return config.reference if config.reference is not None else config.actor_train
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """Whether a KL coefficient is positive, so that a reference is loaded and run."""
+    return config.init_kl_coef > 0 or config.kl_loss_coef > 0
+
+
+def names(choices: Sequence[Choice]) -> list[str]:
+    """The names of some choices."""
+    return [choice.name for choice in choices]

@@ -1,0 +1,360 @@
+"""The loop: roll out, score, advantage, adjust, train, sync, log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attrs import evolve, frozen
+
+from turnwise.config.schema import RunConfig
+from turnwise.contracts.batch_adjust import AdjustContext
+from turnwise.contracts.estimator import EstimatorContext
+from turnwise.contracts.group_filter import FilterContext
+from turnwise.data.batch import Batch, build_batch
+from turnwise.data.rows import UpdateResult
+from turnwise.data.trajectory import Trajectory
+from turnwise.errors import EngineError, TurnwiseError
+from turnwise.pipeline import advantages, assembly, checkpoint, frames, metrics, report
+from turnwise.pipeline.old_logprobs import OldLogProbs
+from turnwise.pipeline.tracking import Tracking
+from turnwise.pipeline.updates import plan_step, training_rows, updates
+from turnwise.rollout import RolloutResult
+
+log = logging.getLogger("turnwise")
+
+
+class Interrupted(TurnwiseError):
+    """The user stopped the run; the message says what was saved and how to resume."""
+
+
+@frozen
+class Outcome:
+    """How a run ended: its last checkpoint, the report, and the last metrics."""
+
+    checkpoint: Path | None
+    report: str
+    metrics: Mapping[str, float]
+
+
+class Pipeline:
+    """One training run. `base` is the folder of the YAML, `plain` the resolved configuration for loggers and checkpoints."""
+
+    def __init__(self, config: RunConfig, base: Path, plain: Mapping[str, Any]) -> None:
+        self.config = assembly.with_seed_files(config, base)
+        self.base = base
+        self.plain = plain
+        self.folders = assembly.Folders.of(config)
+        self.saved: Path | None = None
+        self._stop = asyncio.Event()
+        self._kl_coef = config.init_kl_coef
+        self._history = report.History()
+
+    async def run(self) -> Outcome:
+        """Train to max_steps. Raises TurnwiseError (one line; `self.saved` is the newest checkpoint) or Interrupted."""
+        start = checkpoint.to_resume(self.config.resume_from_checkpoint, self.folders.checkpoints)
+        self.saved = start.folder if start else None
+        self.folders.output.mkdir(parents=True, exist_ok=True)
+        self.runtime = assembly.runtime(self.config)
+        self.tracking = Tracking(assembly.loggers(self.config, self.plain))
+        try:
+            with self._signals():
+                await self._place_roles()
+                first = await self._restore(start)
+                return await self._train(first)
+        finally:
+            await self._close()
+
+    async def _place_roles(self) -> None:
+        config = self.config
+        source = assembly.model_source(config, self.base)
+        self.model = await asyncio.to_thread(source.prepare, config.pretrain)
+        self.chat = source.chat(self.model)
+        self.actor = await self.runtime.place(assembly.role_plan(config, "actor_train", self.model, self.chat))
+        self.backend = await self.runtime.place(assembly.role_plan(config, "actor_infer", self.model, self.chat))
+        self.reference = None
+        if assembly.needs_reference(config):
+            with_reference = evolve(config, reference=assembly.reference_role(config))
+            self.reference = await self.runtime.place(assembly.role_plan(with_reference, "reference", self.model, self.chat))
+        self.transport = self._choose_transport()
+        self.estimator = assembly.build("advantage_estimator", config.adv_estimator, EstimatorContext(seed=config.seed))
+        self.filters = [assembly.build("group_filter", one, FilterContext(seed=config.seed)) for one in config.group_filters]
+        context = AdjustContext(unit=unit(config), rollout_batch_size=config.rollout_batch_size)
+        self.adjust = assembly.build("batch_adjust", config.batch_adjust_mode, context)
+        self.old_logprobs = OldLogProbs(config, shared=self.transport == "shared")
+        self.scheduler = assembly.scheduler(config, self.base, self.backend, self.chat, evaluation=False)
+        self.evaluator = None
+        if config.val_env_manager is not None and config.eval_steps:
+            self.evaluator = assembly.scheduler(config, self.base, self.backend, self.chat, evaluation=True)
+
+    def _choose_transport(self) -> str:
+        theirs = self.actor.transports
+        usable = [t for t in self.backend.transports if t in theirs and (t != "shared" or self.runtime.one_process)]
+        if self.config.actor_train.model_args.dtype != self.config.actor_infer.model_args.dtype:
+            usable = [t for t in usable if t != "shared"]
+        if not usable:
+            raise EngineError(
+                f"actor_train offers weights by {list(theirs)}, actor_infer takes {list(self.backend.transports)}: no common transport. "
+                "Fix: choose a backend that can be trained; players serve `turnwise rollout` and `turnwise eval` only."
+            )
+        return usable[0]
+
+    async def _restore(self, start: checkpoint.Checkpoint | None) -> int:
+        first = 0
+        if start is not None:
+            await self.actor.call("load", start.folder / "actor_train")
+            self.scheduler.load_state(start.state["scheduler"])
+            self._kl_coef = start.state["kl_coef"]
+            self._history = report.History.from_plain(start.state["history"])
+            first = start.step
+            log.info("resumed from %s at step %d", start.folder, first)
+        self.tracking.resume(first)
+        await self._sync(first)
+        return first
+
+    async def _train(self, first: int) -> Outcome:
+        last: dict[str, float] = {}
+        for step in range(first, self.config.max_steps):
+            times: dict[str, float] = {}
+            began = time.perf_counter()
+            last = await self._evaluate(step, times) if self._evaluates(step) else {}
+            last |= await self._step(step, times)
+            done = step + 1
+            if done < self.config.max_steps and self.config.save_steps and done % self.config.save_steps == 0:
+                await self._save(done, times)
+            times["step"] = time.perf_counter() - began
+            self._log(step, last, times)
+            if self._stop.is_set() and done < self.config.max_steps:
+                await self._interrupted(done)
+        return await self._finish(last, ran=first < self.config.max_steps)
+
+    async def _finish(self, last: dict[str, float], ran: bool) -> Outcome:
+        """The final evaluation, checkpoint and report. A run resumed after its last step reports again and saves nothing."""
+        step, times = self.config.max_steps, dict[str, float]()
+        if self.evaluator is not None and self.config.eval_at_end:
+            final = await self._evaluate(step, times)
+            self._log(step, final, times)
+            last = last | final
+        if ran:
+            await self._save(step, times)
+        text = report.write(self.folders.output, self.config, self._history, self.saved)
+        self.tracking.artifact(step, "report", self.folders.output / "report.md")
+        return Outcome(self.saved, text, last)
+
+    async def _step(self, step: int, times: dict[str, float]) -> dict[str, float]:
+        """One pipeline step: everything between two versions of the policy."""
+        played = await self._rollout(step, times)
+        batch = build_batch(self._clipped(played.trajectories), played.samples)
+        out = metrics.batch_metrics(batch) | metrics.environment_metrics(played.trajectories) | _prefixed(played.counts)
+        self.tracking.trajectories(step, "train", played.trajectories)
+        if self.config.rollout_dump_dir:
+            frames.dump(Path(self.config.rollout_dump_dir), step, played.trajectories)
+        batch = advantages.filter_groups(batch, self.filters)
+        planned = plan_step(batch, self.adjust, self.config.seed, step)
+        batch = await self._log_probs(batch, len(planned), step, times)
+        with _timed(times, "advantage"):
+            if self._kl_coef > 0:
+                batch = advantages.add_kl_penalty(batch, self.config, self._kl_coef)
+            batch = advantages.with_advantages(batch, self.estimator, self.config)
+        out |= metrics.advantage_metrics(batch) | self._adapt_kl(batch)
+        with _timed(times, "actor_train"):
+            results, rate = await self._update(batch, planned, step)
+        out |= metrics.update_metrics(results) | {"policy/learning_rate": rate}
+        out["rollout/rows_added"] = float(sum(len(u.rows) for u in planned) - len(batch.samples))
+        out["tps/actor_train"] = out.get("tokens/total", 0.0) * self.config.ppo_epochs / max(times["actor_train"], 1e-9)
+        out["tps/rollout"] = out.get("tokens/sampled", 0.0) / max(times["rollout"], 1e-9)
+        with _timed(times, "sync"):
+            await self._sync(step + 1)
+        return out
+
+    async def _rollout(self, step: int, times: dict[str, float]) -> RolloutResult:
+        with _timed(times, "rollout"):
+            return await self._unless_stopped(self.scheduler.next_batch(step, version=step), step)
+
+    async def _unless_stopped(self, work: Any, step: int) -> Any:
+        """Await `work`, which changes no weight; a stop asked for meanwhile cancels it, saves and ends the run."""
+        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+        finally:
+            for one in (task, stop):
+                one.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
+        await self._interrupted(step)
+
+    def _clipped(self, played: list[Trajectory]) -> list[Trajectory]:
+        bound = self.config.reward_clip
+        if bound is None:
+            return played
+        return [evolve(t, turns=tuple(evolve(turn, reward=float(np.clip(turn.reward, -bound, bound))) for turn in t.turns)) for t in played]
+
+    async def _log_probs(self, batch: Batch, planned: int, step: int, times: dict[str, float]) -> Batch:
+        """Old log-probs where they are needed, and the reference's."""
+        with _timed(times, "old_logprobs"):
+            batch = await self.old_logprobs.add(batch, self.actor, updates=planned * self.config.ppo_epochs, version=step)
+        if self.reference is not None:
+            with _timed(times, "reference"):
+                values = await self.reference.call("logprobs", training_rows(batch))
+            batch = batch.with_tokens(ref_log_probs=_spread(batch, values))
+        return batch
+
+    async def _update(self, batch: Batch, planned: list[Any], step: int) -> tuple[list[UpdateResult], float]:
+        results, rate = [], 0.0
+        for update in updates(batch, planned, self.config, self.config.actor_train, step, self.config.kl_loss_coef):
+            results.append(await self.actor.call("update", update))
+            rate = update.lr
+        return results, rate
+
+    def _adapt_kl(self, batch: Batch) -> dict[str, float]:
+        """The adaptive coefficient moves once a step (Ziegler et al. 2019, arXiv 1909.08593, section 2.2)."""
+        config = self.config
+        if "ref_log_probs" not in batch.tokens or not config.init_kl_coef:
+            return {}
+        kl, count = advantages.mean_kl(batch, config.kl_penalty)
+        used = self._kl_coef
+        if config.target_kl is not None and count:
+            self._kl_coef = advantages.adapted(used, kl, config.target_kl, count, config.kl_horizon)
+        return {"critic/kl": kl, "critic/kl_coef": used}
+
+    async def _sync(self, version: int) -> None:
+        """Weights of `version` from the trainer to the backend; the version is verified."""
+        timeout = self.config.actor_infer.weight_sync_timeout
+        try:
+            async with asyncio.timeout(timeout):
+                offer = await self.actor.call("offer", self.transport, version)
+                await self.backend.pause()
+                _, now = await asyncio.gather(self.actor.call("send", offer), self.backend.receive(offer))
+                await self.backend.resume()
+        except TimeoutError as error:
+            raise EngineError(f"the weight update to version {version} took over weight_sync_timeout = {timeout:g} s") from error
+        if now != version:
+            raise EngineError(f"the backend serves version {now} after the weight update to {version}")
+
+    def _evaluates(self, step: int) -> bool:
+        return self.evaluator is not None and step % (self.config.eval_steps or 1) == 0
+
+    async def _evaluate(self, step: int, times: dict[str, float]) -> dict[str, float]:
+        """Play the fixed evaluation tasks; the baselines play them once, before the first step."""
+        assert self.evaluator is not None and self.config.val_env_manager is not None
+        with _timed(times, "eval"):
+            render = self.config.render_episodes if self.folders.frames else 0
+            played = await self._unless_stopped(self.evaluator.evaluate(render=render), step)
+        out = metrics.evaluation_metrics(played.trajectories, assembly.planned_episodes(self.config.val_env_manager))
+        self._history.evaluations[step] = out
+        self.tracking.trajectories(step, "val", played.trajectories)
+        if self.folders.frames:
+            for name, path in frames.write(self.folders.frames / f"step-{step:06d}", played.frames):
+                self.tracking.artifact(step, name, path)
+        for choice in self.config.baselines:
+            if choice.name not in self._history.baselines:
+                self._history.baselines[choice.name] = await self._unless_stopped(self._baseline(choice), step)
+        return out
+
+    async def _baseline(self, choice: Any) -> dict[str, float]:
+        backend = assembly.player(choice, self.config.val_seed)
+        scheduler = assembly.scheduler(self.config, self.base, backend, None, evaluation=True)
+        try:
+            played = await scheduler.evaluate()
+        finally:
+            await scheduler.close()
+            await backend.close()
+        assert self.config.val_env_manager is not None
+        return metrics.evaluation_metrics(played.trajectories, assembly.planned_episodes(self.config.val_env_manager))
+
+    async def _save(self, done: int, times: dict[str, float]) -> None:
+        state = {"kl_coef": self._kl_coef, "scheduler": self.scheduler.state(), "history": self._history.to_plain(), "config": self.plain}
+
+        async def write(folder: Path) -> None:
+            await self.actor.call("save", folder / "actor_train")
+            await self.actor.call("export", folder / "model")
+
+        with _timed(times, "save"):
+            self.saved = await checkpoint.save(self.folders.checkpoints, done, state, write)
+            checkpoint.prune(self.folders.checkpoints, self.config.max_ckpt_to_keep)
+        log.info("saved %s", self.saved)
+
+    async def _interrupted(self, done: int) -> None:
+        """Save what is finished and end the run."""
+        if self.saved is None or checkpoint.step_of(self.saved) != done:
+            await self._save(done, {})
+        raise Interrupted(f"stopped after {done} of {self.config.max_steps} steps; saved {self.saved}")
+
+    def _log(self, step: int, values: dict[str, float], times: dict[str, float]) -> None:
+        values |= {f"time/{name}": seconds for name, seconds in times.items()} | metrics.system_metrics()
+        self._history.last.update(values)
+        if step % self.config.logging_steps == 0 or step >= self.config.max_steps - 1:
+            self.tracking.scalars(step, values)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM ask for a stop at the next safe point; a second one ends at once."""
+        loop = asyncio.get_running_loop()
+        installed = []
+
+        def ask() -> None:
+            if self._stop.is_set():
+                raise KeyboardInterrupt
+            log.warning("stopping at the next safe point and saving; once more stops at once")
+            self._stop.set()
+
+        for name in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):  # not on the main thread
+                loop.add_signal_handler(name, ask)
+                installed.append(name)
+        try:
+            yield
+        finally:
+            for name in installed:
+                loop.remove_signal_handler(name)
+
+    async def _close(self) -> None:
+        for name in ("scheduler", "evaluator"):
+            if getattr(self, name, None) is not None:
+                await getattr(self, name).close()
+        await self.runtime.close()
+        self.tracking.close()
+
+
+def unit(config: RunConfig) -> int:
+    """U: rows (by_trajectory: trajectories) of one optimizer update, over all data-parallel ranks."""
+    args = config.actor_train.training_args
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * data_parallel_size(config)
+
+
+def data_parallel_size(config: RunConfig) -> int:
+    """The data-parallel size that the training strategy's configuration makes of its devices."""
+    role = config.actor_train
+    world = max(1, len(role.device_mapping))
+    ask = getattr(role.strategy_args.config if role.strategy_args else None, "data_parallel_size", None)
+    return int(ask(world)) if ask else world
+
+
+def _prefixed(counts: Mapping[str, float]) -> dict[str, float]:
+    return {f"rollout/{name}": float(value) for name, value in counts.items()}
+
+
+def _spread(batch: Batch, values: np.ndarray) -> np.ndarray:
+    """Values over the sampled tokens in row order as a token column, 0 elsewhere."""
+    out = np.zeros(len(batch.tokens), np.float32)
+    out[batch.tokens["response_mask"]] = values
+    return out
+
+
+@contextlib.contextmanager
+def _timed(times: dict[str, float], phase: str) -> Iterator[None]:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        times[phase] = times.get(phase, 0.0) + time.perf_counter() - began
+
+

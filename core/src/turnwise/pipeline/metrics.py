@@ -1,0 +1,137 @@
+"""The metrics of a step, by the names that docs/metrics.md lists; everything from the batch, in numpy."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from turnwise.data.batch import Batch
+from turnwise.data.rows import UpdateResult
+from turnwise.data.trajectory import Trajectory
+
+HEALTHY: dict[str, tuple[float, float, str]] = {
+    "policy/approx_kl": (-np.inf, 0.05, "the policy moves too far in a step: lower learning_rate or ppo_epochs"),
+    "policy/clip_frac": (-np.inf, 0.3, "most tokens are clipped: lower learning_rate, or more groups per update"),
+    "policy/entropy": (0.1, np.inf, "entropy collapses: raise entropy_loss_coef, lower learning_rate, or check the reward"),
+}
+"""Metric → (lowest, highest, advice) outside of which the report marks it."""
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Scores, groups and lengths of a step, before training."""
+    table = batch.trajectories
+    scores = table["scores"]
+    out = {
+        "critic/score/mean": _mean(scores),
+        "critic/score/max": float(scores.max()) if len(scores) else np.nan,
+        "critic/score/min": float(scores.min()) if len(scores) else np.nan,
+        "rollout/turns/mean": _mean(table["turns"]),
+        "rollout/samples": float(len(batch.samples)),
+        "rollout/trajectories_without_samples": float(len(scores) - len(np.unique(batch.samples["trajectory"]))),
+    }
+    if not np.isnan(table["success"]).all():
+        out["rollout/success"] = float(np.nanmean(table["success"]))
+        out |= _group_success(table["group"], table["success"])
+    for reason in np.unique(table["stop_reason"].astype(str)):
+        out[f"rollout/stop/{reason}"] = float((table["stop_reason"] == reason).mean())
+    return out | _lengths(batch)
+
+
+def _group_success(group: np.ndarray, success: np.ndarray) -> dict[str, float]:
+    _, index = np.unique(group, return_inverse=True)
+    size = np.bincount(index)
+    won = np.bincount(index, weights=(success == 1).astype(float))
+    return {"group/all_correct_ratio": float((won == size).mean()), "group/all_wrong_ratio": float((won == 0).mean())}
+
+
+def _lengths(batch: Batch) -> dict[str, float]:
+    length, prompt = batch.samples["length"], batch.samples["prompt_length"]
+    if not len(length):
+        return {"tokens/batch_padded_seq_len": 0.0}
+    response = length - prompt
+    return {
+        "tokens/prompt_length/mean": _mean(prompt),
+        "tokens/prompt_length/max": float(prompt.max()),
+        "tokens/response_length/mean": _mean(response),
+        "tokens/response_length/max": float(response.max()),
+        "tokens/batch_padded_seq_len": float(length.max()),
+        "tokens/useful_ratio": float(length.sum() / (len(length) * length.max())),
+        "tokens/sampled": float(batch.tokens["response_mask"].sum()),
+        "tokens/total": float(length.sum()),
+    }
+
+
+def advantage_metrics(batch: Batch) -> dict[str, float]:
+    """Advantages and rewards as the estimator left them."""
+    sampled = batch.sampled
+    advantages = batch.tokens["advantages"][sampled]
+    out = {"critic/advantage/mean": _mean(advantages), "critic/reward/mean": _mean(batch.trajectories["scores"])}
+    if not len(sampled):
+        return out
+    out |= {"critic/advantage/max": float(advantages.max()), "critic/advantage/min": float(advantages.min())}
+    owner = batch.tokens["trajectory"][sampled]
+    count = np.bincount(owner, minlength=len(batch.trajectories))
+    has = count > 0
+    mean = np.bincount(owner, weights=advantages, minlength=len(batch.trajectories))[has] / count[has]
+    _, group = np.unique(batch.trajectories["group"][has], return_inverse=True)
+    top = np.full(group.max() + 1, -np.inf)
+    bottom = np.full(group.max() + 1, np.inf)
+    np.maximum.at(top, group, mean)
+    np.minimum.at(bottom, group, mean)
+    out["group/advantage_diff/mean"] = _mean(top - bottom)
+    if "kl_penalty" in batch.tokens:
+        out["critic/kl_penalty/mean"] = _mean(batch.tokens["kl_penalty"][sampled])
+    return out
+
+
+def update_metrics(results: Sequence[UpdateResult], prefix: str = "policy") -> dict[str, float]:
+    """The step's updates as one: mean loss and gradient norm, per-token metrics as Σ w·m·x / Σ w·m over all of them."""
+    if not results:
+        return {}
+    out = {
+        f"{prefix}/loss": _mean([r.loss for r in results]),
+        f"{prefix}/grad_norm": _mean([r.grad_norm for r in results]),
+        f"{prefix}/updates": float(len(results)),
+    }
+    for name in dict.fromkeys(n for r in results for n in r.sums):
+        parts = [r.sums[name] for r in results if name in r.sums]
+        weight = sum(w for _, w in parts)
+        out[name] = sum(x for x, _ in parts) / weight if weight else np.nan
+    return out
+
+
+def evaluation_metrics(trajectories: Sequence[Trajectory], planned: dict[str, int]) -> dict[str, float]:
+    """Score, success and turns per tag and over all; `val/<tag>/failed` is the share of planned episodes that failed to play."""
+    out: dict[str, float] = {}
+    for tag, count in planned.items():
+        mine = [t for t in trajectories if t.tag == tag]
+        out |= {f"val/{tag}/{name}": value for name, value in _summary(mine).items()}
+        out[f"val/{tag}/failed"] = 1 - len(mine) / count if count else 0.0
+    return out | {f"val/{name}": value for name, value in _summary(trajectories).items()}
+
+
+def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`env/<tag>/…`: score, success, turns and the environment's own metrics per tag."""
+    tags = dict.fromkeys(t.tag for t in trajectories)
+    return {f"env/{tag}/{name}": v for tag in tags for name, v in _summary([t for t in trajectories if t.tag == tag]).items()}
+
+
+def system_metrics() -> dict[str, float]:
+    """`system/cpu_memory`: the driver's peak resident memory in GiB."""
+    return {"system/cpu_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+
+
+def _summary(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    success = [float(t.success) for t in trajectories if t.success is not None]
+    out = {"score/mean": _mean([t.score for t in trajectories]), "turns/mean": _mean([len(t.turns) for t in trajectories])}
+    if success:
+        out["success"] = _mean(success)
+    names = dict.fromkeys(name for t in trajectories for name in t.metrics)
+    return out | {name: _mean([t.metrics[name] for t in trajectories if name in t.metrics]) for name in names}
+
+
+def _mean(values: Iterable[float] | np.ndarray) -> float:
+    array = np.asarray(list(values) if not isinstance(values, np.ndarray) else values, np.float64)
+    return float(array.mean()) if array.size else float("nan")

@@ -1,0 +1,99 @@
+"""The arithmetic of a run before it starts: batches, updates, evaluations, learning rates. No engine, no device, no weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from turnwise.config.schema import Role, RunConfig
+from turnwise.contracts.batch_adjust import AdjustContext
+from turnwise.pipeline import assembly
+from turnwise.pipeline.loop import data_parallel_size, unit
+from turnwise.pipeline.schedules import learning_rate
+from turnwise.pipeline.updates import schedule_of
+
+
+def arithmetic(config: RunConfig) -> dict[str, Any]:
+    """Everything that `turnwise plan` prints, as plain data. Updates of a step are a range where they depend on the number of turns."""
+    role = config.actor_train
+    fewest, most = rows_per_step(config)
+    adjust = assembly.build("batch_adjust", config.batch_adjust_mode, AdjustContext(unit(config), config.rollout_batch_size))
+    low, high = (adjust.updates(n) * config.ppo_epochs for n in (fewest, most))
+    evaluations = math.ceil(config.max_steps / config.eval_steps) if config.eval_steps and config.val_env_manager else 0
+    at_end = int(bool(evaluations and config.eval_at_end))
+    episodes = sum(assembly.planned_episodes(config.val_env_manager).values()) if config.val_env_manager else 0
+    return {
+        "data_parallel_size": data_parallel_size(config),
+        "mini_batch": role.training_args.per_device_train_batch_size * data_parallel_size(config),
+        "unit": unit(config),
+        "rollout_batch_size": config.rollout_batch_size,
+        "groups": config.train_env_manager.num_env_groups,
+        "group_size": config.train_env_manager.group_size,
+        "rows_per_step": [fewest, most],
+        "updates_per_step": [low, high],
+        "max_steps": config.max_steps,
+        "updates": [low * config.max_steps, high * config.max_steps],
+        "trajectories": config.rollout_batch_size * config.max_steps,
+        "evaluations": evaluations,
+        "evaluation_trajectories": evaluations * episodes,
+        "evaluations_at_end": at_end,
+        "warmup_steps": schedule_of(role, config.max_steps).warmup_steps,
+        "learning_rate": rates(config, role, max(1, low)),
+    }
+
+
+def rows_per_step(config: RunConfig) -> tuple[int, int]:
+    """The fewest and the most rows of a step: one a trajectory, or (step-wise) one for each turn up to the tag's limit."""
+    manager = config.train_env_manager
+    fewest = most = 0
+    for tag, groups in zip(manager.tags, manager.num_groups_partition, strict=True):
+        env = config.custom_envs[tag]
+        played = groups * manager.group_size
+        fewest += played
+        most += played * (env.max_steps if env.env_manager.name == "stepwise" else 1)
+    return fewest, most
+
+
+def rates(config: RunConfig, role: Role, per_step: int) -> dict[str, float]:
+    """The learning rate of the first, the middle and the last update."""
+    schedule, base, total = schedule_of(role, config.max_steps), role.training_args.learning_rate, config.max_steps
+
+    def at(p: int, k: int) -> float:
+        return learning_rate(base, schedule, p, k, per_step, total)
+
+    return {"start": at(0, 0), "middle": at(total // 2, 0), "end": at(total - 1, per_step - 1)}
+
+
+def warnings(config: RunConfig, plan: dict[str, Any]) -> list[str]:
+    """What the arithmetic gives reason to warn of."""
+    out = []
+    if plan["warmup_steps"]:
+        out.append(f"warmup_steps = {plan['warmup_steps']} counts pipeline steps; the very first update has learning rate 0")
+    if not plan["learning_rate"]["end"] > 0:
+        out.append("the last update has learning rate 0: it learns nothing")
+    if config.batch_adjust_mode.name != "by_trajectory" and plan["rows_per_step"][0] != plan["rows_per_step"][1]:
+        out.append(f"batch_adjust_mode {config.batch_adjust_mode.name!r} counts rows: the number of updates depends on the turns played")
+    return out
+
+
+def render(plan: dict[str, Any]) -> str:
+    """The plan as aligned text."""
+    lr = plan["learning_rate"]
+    lines = [
+        ("batch", f"{plan['groups']} groups × {plan['group_size']} = {plan['rollout_batch_size']} trajectories a step"),
+        ("rows", f"{_range(plan['rows_per_step'])} a step"),
+        ("unit", f"U = {plan['unit']} (mini-batch {plan['mini_batch']}, data parallel {plan['data_parallel_size']})"),
+        ("updates", f"{_range(plan['updates_per_step'])} a step, {_range(plan['updates'])} in {plan['max_steps']:,} steps"),
+        ("trajectories", f"{plan['trajectories']:,}"),
+        (
+            "evaluations",
+            f"{plan['evaluations']} with {plan['evaluation_trajectories']:,} trajectories" + (" and the final one" if plan["evaluations_at_end"] else ""),
+        ),
+        ("learning rate", f"start {lr['start']:.4g}, middle {lr['middle']:.4g}, end {lr['end']:.4g}"),
+    ]
+    return "\n".join(f"{name:<14} {text}" for name, text in lines)
+
+
+def _range(pair: list[int]) -> str:
+    low, high = pair
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"

@@ -1,0 +1,83 @@
+"""The environments' own texts: a few random episodes, recorded as a model would have seen them (to train a tokenizer on)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from attrs import evolve
+
+from turnwise.contracts.inference import Request
+from turnwise.contracts.train import Offer
+from turnwise.data.trajectory import Generation
+from turnwise.rollout import RolloutSettings, Scheduler, TagPlan
+
+EPISODES = 64
+
+
+class _Recorder:
+    """A player that chooses among the legal actions and writes down every message that it is shown."""
+
+    input = "messages"
+    transports = ()
+
+    def __init__(self) -> None:
+        self.texts: dict[str, None] = {}
+
+    async def generate(self, request: Request) -> Generation:
+        """A random legal action, or the empty text where none are told."""
+        for message in request.messages or ():
+            content = message["content"]
+            parts = [content] if isinstance(content, str) else [p.get("text", "") for p in content]
+            self.texts.update(dict.fromkeys(parts))
+        self.texts.update(dict.fromkeys(request.actions))
+        rng = np.random.default_rng(request.seed)
+        text = str(rng.choice(request.actions)) if request.actions else ""
+        return Generation(text=text, ids=None, logprobs=None, versions=None, finish="stop")
+
+    def live(self, episodes: int) -> None:
+        """It waits for nobody."""
+
+    async def receive(self, offer: Offer) -> int:
+        """It has no weights."""
+        return offer.version
+
+    async def pause(self) -> None:
+        """It is never in the middle of anything."""
+
+    async def resume(self) -> None:
+        """As `pause`."""
+
+    async def abort(self, request: Request) -> None:
+        """It answers at once, so there is nothing to drop."""
+
+    async def sleep(self) -> None:
+        """It holds no memory."""
+
+    async def wake(self) -> None:
+        """As `sleep`."""
+
+    async def close(self) -> None:
+        """It holds nothing."""
+
+
+def environment_texts(plans: Sequence[TagPlan], seed: int) -> list[str]:
+    """Every distinct text of `EPISODES` random episodes of each plan, in the order seen (a fixed seed gives fixed texts)."""
+    found: list[str] = []
+
+    async def play() -> None:
+        for plan in plans:
+            recorder = _Recorder()
+            few = evolve(plan, groups=EPISODES, group_size=1)
+            scheduler = Scheduler([few], RolloutSettings(seed=seed, max_env_failure_rate=1.0, max_concurrent=1), recorder, None)
+            try:
+                await scheduler.next_batch(0, version=0)
+            finally:
+                await scheduler.close()
+            found.extend(recorder.texts)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="turnwise-texts") as pool:  # a loop may already run on this thread
+        pool.submit(asyncio.run, play()).result()
+    return list(dict.fromkeys(found))

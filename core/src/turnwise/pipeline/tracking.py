@@ -1,0 +1,50 @@
+"""All loggers of a run as one: a failing logger is reported once and switched off; it never stops the run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from turnwise.contracts.logger import Logger
+from turnwise.data.trajectory import Trajectory
+
+log = logging.getLogger("turnwise")
+
+
+class Tracking:
+    """The chosen loggers, in the YAML's order."""
+
+    def __init__(self, loggers: Sequence[tuple[str, Logger]]) -> None:
+        self._loggers = list(loggers)
+
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of a step."""
+        self._each("scalars", step, metrics)
+
+    def trajectories(self, step: int, split: str, trajectories: Sequence[Trajectory]) -> None:
+        """The trajectories of a step."""
+        self._each("trajectories", step, split, trajectories)
+
+    def artifact(self, step: int, name: str, path: Path) -> None:
+        """A file that the run made."""
+        self._each("artifact", step, name, path)
+
+    def resume(self, step: int) -> None:
+        """The run begins, or goes on, at `step`."""
+        self._each("resume", step)
+
+    def close(self) -> None:
+        """Close every logger."""
+        self._each("close")
+        self._loggers = []
+
+    def _each(self, method: str, *args: Any) -> None:
+        for item in list(self._loggers):
+            name, logger = item
+            try:
+                getattr(logger, method)(*args)
+            except Exception as error:  # whatever a stranger's logger raises must not stop the run
+                log.warning("logger %s failed in %s and is switched off: %s: %s", name, method, type(error).__name__, error)
+                self._loggers.remove(item)

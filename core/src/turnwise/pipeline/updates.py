@@ -1,0 +1,79 @@
+"""From a batch with advantages to the step's optimizer updates: policy, epochs, aggregation weights, learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from turnwise.config.schema import CoefRange, Role, RunConfig
+from turnwise.contracts.batch_adjust import AdjustInput, BatchAdjust, PlannedUpdate
+from turnwise.data.batch import Batch
+from turnwise.data.ops import trains
+from turnwise.data.rows import Rows, Update, rows_of
+from turnwise.pipeline.aggregation import token_coefficients
+from turnwise.pipeline.schedules import Schedule, learning_rate, warmup_steps_of
+from turnwise.rollout.seeds import derive
+
+
+def schedule_of(role: Role, max_steps: int) -> Schedule:
+    """The learning-rate schedule of a role; warm-up in pipeline steps."""
+    args = role.training_args
+    warmup = warmup_steps_of(args.warmup_steps, args.warmup_ratio, max_steps)
+    return Schedule(args.lr_scheduler_type, warmup, dict(args.lr_scheduler_kwargs))
+
+
+def coefficient(value: float | CoefRange, step: int, max_steps: int) -> float:
+    """A constant or linearly moving coefficient at pipeline step `step`."""
+    return value.at(step / max_steps) if isinstance(value, CoefRange) else value
+
+
+def plan_step(batch: Batch, adjust: BatchAdjust, seed: int, step: int) -> list[PlannedUpdate]:
+    """One epoch of updates over the batch's rows; rows of filtered trajectories are left out, the trajectories still count."""
+    owner = batch.samples["trajectory"]
+    rows = np.arange(len(batch.samples), dtype=np.int64)
+    rows = rows[trains(batch)[owner]]
+    planned = adjust.plan(AdjustInput(trajectory=owner[rows], trajectories=len(batch.trajectories), seed=derive(seed, "adjust", step)))
+    return [PlannedUpdate(rows=rows[u.rows], weights=u.weights) for u in planned]
+
+
+def updates(batch: Batch, planned: list[PlannedUpdate], config: RunConfig, role: Role, step: int, kl_coef: float) -> Iterator[Update]:
+    """The step's updates in order, each with its coefficients and its own learning rate. Epochs permute whole updates by seed."""
+    schedule = schedule_of(role, config.max_steps)
+    everything = training_rows(batch)
+    total = config.ppo_epochs * len(planned)
+    for epoch in range(config.ppo_epochs):
+        order = np.random.default_rng(derive(config.seed, "epoch", step, epoch)).permutation(len(planned)) if epoch else range(len(planned))
+        for position, which in enumerate(order):
+            k = epoch * len(planned) + position
+            yield Update(
+                rows=weighted_rows(batch, everything, planned[which], config),
+                lr=learning_rate(role.training_args.learning_rate, schedule, step, k, total, config.max_steps),
+                entropy_coef=coefficient(config.entropy_loss_coef, step, config.max_steps),
+                kl_coef=kl_coef,
+            )
+
+
+def training_rows(batch: Batch) -> Rows:
+    """All rows with every token column, and the trajectory's score and tag beside them."""
+    owner = batch.tokens["trajectory"]
+    table = batch.trajectories
+    return rows_of(batch.with_tokens(scores=table["scores"][owner], group=table["group"][owner]))
+
+
+def weighted_rows(batch: Batch, everything: Rows, planned: PlannedUpdate, config: RunConfig) -> Rows:
+    """The update's rows with the columns `coef` and `weight` (float64 per sampled token)."""
+    from attrs import evolve
+
+    rows = everything.select(planned.rows)
+    sampled = np.add.reduceat(rows.response_mask, rows.offsets[:-1], dtype=np.int64) if len(rows) else np.zeros(0, np.int64)
+    per_row = token_coefficients(
+        config.loss_agg_mode,
+        config.loss_agg_unit,
+        row_ids=planned.rows,
+        trajectory=batch.samples["trajectory"][planned.rows],
+        weights=planned.weights,
+        lengths=sampled,
+        scale=config.loss_scale_factor or config.sequence_length,
+    )
+    return evolve(rows, columns={**rows.columns, "coef": np.repeat(per_row, sampled), "weight": np.repeat(planned.weights, sampled)})

@@ -1,0 +1,188 @@
+"""What one episode plays with: an environment of the tag's pool behind checks, and a sampler that speaks to the backend."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from turnwise.contracts.chat import Message
+from turnwise.contracts.environment import check_reset, check_step
+from turnwise.contracts.inference import InferenceBackend, Request
+from turnwise.data.trajectory import Generation
+from turnwise.errors import EngineError, EnvironmentFailure, TurnwiseError
+from turnwise.rollout.hosts import HOSTS, EnvironmentTimeout, Host
+from turnwise.rollout.plan import RolloutSettings, TagPlan
+from turnwise.rollout.process import one_line
+from turnwise.rollout.seeds import request_seed
+from turnwise.rollout.sweeper import Sweeper
+
+logger = logging.getLogger(__name__)
+
+
+class Pool:
+    """The environments of one tag. Idle ones are reused; what failed is never used again."""
+
+    def __init__(self, plan: TagPlan, settings: RolloutSettings, sweeper: Sweeper) -> None:
+        self.plan = plan
+        self.settings = settings
+        self.gate: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
+        if plan.max_concurrent_steps is not None:
+            self.gate = asyncio.Semaphore(plan.max_concurrent_steps)
+        self._sweeper = sweeper
+        self._idle: list[Host] = []
+
+    async def take(self) -> Host:
+        """An idle environment, or a new one. Raises EnvironmentFailure where it cannot be built."""
+        if self._idle:
+            return self._idle.pop()
+        host = HOSTS[self.plan.step](self.plan.tag, self.plan.build, self._sweeper)
+        try:
+            async with self.gate:
+                await host.call("build", self.settings.reset_timeout)
+        except EnvironmentFailure:
+            await host.discard(self.settings.step_timeout)
+            raise
+        return host
+
+    def give(self, host: Host) -> None:
+        """Take back an environment whose last call went well."""
+        self._idle.append(host)
+
+    async def close(self) -> None:
+        """Close all idle environments, at most `step_timeout` long."""
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*(host.close(self.settings.step_timeout) for host in idle))
+
+
+class HostedEnvironment:
+    """The environment of one episode, as its manager sees it (turnwise.contracts.env_manager.EpisodeEnvironment).
+
+    With `frames`, what `render()` returns after each call is appended there.
+    """
+
+    __slots__ = ("_frames", "_gate", "_host", "_options", "_seed", "_settings", "_tag")
+
+    def __init__(self, host: Host, pool: Pool, seed: int, options: dict[str, Any] | None, frames: list[Any] | None) -> None:
+        self._host = host
+        self._gate = pool.gate
+        self._tag = pool.plan.tag
+        self._settings = pool.settings
+        self._seed = seed
+        self._options = options
+        self._frames = frames
+
+    async def reset(self) -> tuple[Any, dict[str, Any]]:
+        """Reset with the group's seed and options. Raises EnvironmentFailure."""
+        async with self._gate:
+            result = await self._host.call("reset", self._settings.reset_timeout, seed=self._seed, options=self._options)
+            checked = check_reset(result, self._tag)
+            if self._frames is not None:
+                await self._render(self._frames)
+        return checked
+
+    async def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """One step. Raises EnvironmentFailure."""
+        async with self._gate:
+            result = await self._host.call("step", self._settings.step_timeout, action=action)
+            checked = check_step(result, self._tag)
+            if self._frames is not None:
+                await self._render(self._frames)
+        return checked
+
+    async def _render(self, frames: list[Any]) -> None:
+        try:
+            frame = await self._host.call("render", self._settings.step_timeout)
+        except EnvironmentTimeout:
+            raise
+        except EnvironmentFailure as failure:  # the episode itself is whole: it is played on, without pictures
+            logger.warning("%s; this episode gives no frames", failure)
+            frames.clear()
+            self._frames = None
+            return
+        if frame is not None:
+            frames.append(frame)
+
+
+class Requests:
+    """The backend behind its boundary: a request's timeout, and what was given up and must be aborted.
+
+    `stop` is called with an EngineError when a request takes longer than `request_timeout`.
+    """
+
+    def __init__(self, backend: InferenceBackend, settings: RolloutSettings, sweeper: Sweeper, stop: Callable[[TurnwiseError], None]) -> None:
+        self.backend = backend
+        self.settings = settings
+        self.given_up: list[Request] = []
+        self._sweeper = sweeper
+        self._stop = stop
+
+    async def send(self, request: Request) -> Generation:
+        """The backend's answer. Whatever it raises becomes an EngineError."""
+        key = self._sweeper.watch(self.settings.request_timeout, partial(self._expire, request))
+        try:
+            return await self.backend.generate(request)
+        except asyncio.CancelledError:
+            self.given_up.append(request)
+            raise
+        except TurnwiseError:
+            raise
+        except Exception as error:
+            raise EngineError(f"the inference backend raised {one_line(error)} for {_name(request)}.") from error
+        finally:
+            self._sweeper.release(key)
+
+    def _expire(self, request: Request) -> None:
+        seconds = f"{self.settings.request_timeout:g} s"
+        self._stop(
+            EngineError(f"the inference backend did not answer {_name(request)} within request_timeout: {seconds}. Fix: raise request_timeout.")
+        )
+
+
+class EpisodeSampler:
+    """The model of one attempt, as its manager sees it (turnwise.contracts.env_manager.Sampler)."""
+
+    __slots__ = ("_attempt", "_member", "_order", "_requests", "_seed", "_tag", "input")
+
+    def __init__(self, requests: Requests, tag: str, seed: int, group: int, member: int, attempt: int) -> None:
+        self.input: str = requests.backend.input
+        self._requests = requests
+        self._tag = tag
+        self._seed = seed
+        self._member = member
+        self._attempt = attempt
+        self._order = (int(requests.settings.evaluation), group, member, attempt)
+
+    async def generate(
+        self,
+        *,
+        turn: int,
+        ids: np.ndarray | None = None,
+        messages: list[Message] | None = None,
+        images: tuple[np.ndarray, ...] = (),
+        max_new_tokens: int,
+        actions: tuple[str, ...] = (),
+    ) -> Generation:
+        """Sample the response of turn `turn`. Raises EngineError."""
+        request = Request(
+            seed=request_seed(self._seed, self._member, self._attempt, turn),
+            args=self._requests.settings.generating_args,
+            max_new_tokens=max_new_tokens,
+            order=(*self._order, turn),
+            ids=ids,
+            messages=None if messages is None else tuple(messages),
+            images=images,
+            actions=actions,
+            tag=self._tag,
+        )
+        return await self._requests.send(request)
+
+
+def _name(request: Request) -> str:
+    _, group, member, attempt, turn = request.order
+    return f"turn {turn} of {request.tag}, group {group}, member {member}, attempt {attempt}"

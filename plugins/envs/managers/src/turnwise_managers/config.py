@@ -1,0 +1,58 @@
+"""The options of both managers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from attrs import Attribute, field, frozen, validators
+
+from turnwise_managers.templates import parse_template
+
+
+def _pattern(_: Any, attribute: Attribute[Any], value: str | None) -> None:
+    if value is None:
+        return
+    try:
+        groups = re.compile(value, re.DOTALL).groups
+    except re.error as error:
+        raise ValueError(f"{attribute.name} is not a regular expression: {value!r} ({error}). Fix: for example <answer>(.*?)</answer>") from error
+    if groups == 0:
+        raise ValueError(f"{attribute.name} has no group: {value!r}. Fix: put the action in one, as in <answer>(.*?)</answer>")
+
+
+def _template(_: Any, attribute: Attribute[Any], value: str | None) -> None:
+    if value is not None:
+        parse_template(attribute.name, value)
+
+
+@frozen(kw_only=True)
+class ManagerConfig:
+    """What both managers share. Raises ValueError for a pattern without a group and for an unknown placeholder.
+
+    `action_pattern`: a regular expression, searched across lines; the last group of the first match, stripped, is the action (null: the
+    whole response, stripped). `format_penalty`: added to a turn's reward when the pattern finds nothing, as given (−0.1 punishes).
+    `agent_system_template`: the system message, as it is. `agent_template`: the user's message of a turn (null: the observation);
+    `pre_step_template` and `next_step_template`: text before and after the observation. Their placeholders: turnwise_managers.templates.
+    """
+
+    action_pattern: str | None = field(default=None, validator=_pattern)
+    format_penalty: float = 0.0
+    agent_system_template: str | None = None
+    agent_template: str | None = field(default=None, validator=_template)
+    pre_step_template: str | None = field(default=None, validator=_template)
+    next_step_template: str | None = field(default=None, validator=_template)
+
+
+@frozen(kw_only=True)
+class TrajectoryConfig(ManagerConfig):
+    """`history`: turns as chat messages, or the whole dialogue inside one assistant message."""
+
+    history: Literal["messages", "single_turn"] = field(default="messages", validator=validators.in_(("messages", "single_turn")))
+
+
+@frozen(kw_only=True)
+class StepwiseConfig(ManagerConfig):
+    """`history_length`: how many earlier turns a prompt shows (null: all of them)."""
+
+    history_length: int | None = field(default=None, validator=validators.optional(validators.ge(0)))

@@ -1,0 +1,25 @@
+"""The options of the console logger."""
+
+from attrs import frozen
+
+DEFAULT_KEYS = (
+    "critic/score/mean",
+    "env/*/success",
+    "policy/loss",
+    "policy/entropy",
+    "policy/approx_kl",
+    "policy/kl",
+    "*/lr",
+    "time/step",
+    "val/*/success",
+    "val/*/score/mean",
+)
+
+
+@frozen
+class ConsoleConfig:
+    """`keys`: the metrics to show, in this order; `*` in a name stands for a tag or a role, and names under `val/` go to the line of an
+    evaluation. `progress`: draw a progress bar where the output is a terminal."""
+
+    keys: tuple[str, ...] = DEFAULT_KEYS
+    progress: bool = True

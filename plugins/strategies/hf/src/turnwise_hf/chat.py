@@ -1,0 +1,202 @@
+"""The chat format of a model folder: its chat template in token ids, whole conversations and continuations."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import jinja2
+import numpy as np
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from turnwise.contracts.chat import Message
+from turnwise.data.trajectory import int32
+from turnwise.errors import ConfigError
+
+_SENTINEL = "turnwise7b1d5e"
+"""Stands for the sampled response in a rendered conversation. No white space and no marks: no template strips or cuts it."""
+_CACHED = 16384
+_CACHED_TOKENS = 8_000_000
+T = TypeVar("T")
+
+
+class Recent(Generic[T]):
+    """A bounded map that forgets what was not asked for longest: at most `_CACHED` entries and `_CACHED_TOKENS` of summed size."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> T | None:
+        """The value put under `key`, unless it was forgotten."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            self._entries.move_to_end(key)
+            return entry[0]
+
+    def put(self, key: Hashable, value: T, size: int) -> T:
+        """Remember `value`, and return it."""
+        with self._lock:
+            self._size += size - self._entries.pop(key, (value, 0))[1]
+            self._entries[key] = (value, size)
+            while len(self._entries) > _CACHED or self._size > _CACHED_TOKENS:
+                self._size -= self._entries.popitem(last=False)[1][1]
+        return value
+
+
+class HfChat:
+    """A `turnwise.contracts.chat.Chat` of a folder's tokenizer and chat template, for text.
+
+    Returned arrays are cached and read-only. Several threads may use it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError for a folder without a usable tokenizer or chat template."""
+        self.folder = Path(folder)
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            raise ConfigError(f"cannot load the tokenizer in {self.folder}: {_first_line(error)}. Fix: save it with save_pretrained") from error
+        if not self.tokenizer.chat_template:
+            raise ConfigError(f"{self.folder} has no chat template. Fix: put a Jinja template into it as chat_template.jinja")
+        self._backend = self._fast_backend()
+        # Text that continues a message is plain: what looks like a special token in it must not become one.
+        self._plain = Tokenizer.from_str(self._backend.to_str())
+        self._plain.encode_special_tokens = True
+        self._rendered: Recent[np.ndarray] = Recent()
+        self._continuations: Recent[tuple[np.ndarray, int]] = Recent()
+        self._decoded: Recent[str] = Recent()
+        self.stop_ids: tuple[int, ...] = self._find_stop_ids()
+        ends = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, self.tokenizer.pad_token_id}
+        self._ends = np.array(sorted((ends - {None}) | set(self.stop_ids)), np.int32)
+
+    def render(self, messages: Sequence[Message], images: Sequence[np.ndarray] = (), tools: Sequence[dict[str, Any]] | None = None) -> np.ndarray:
+        """int32 ids of the conversation, ending with the header of the assistant's turn to come. Raises ConfigError (template, images)."""
+        plain = self._text_only(messages, images)
+        key = (_key(plain), json.dumps(list(tools)) if tools else None)
+        ids = self._rendered.get(key)
+        if ids is None:
+            ids = self._encode(self._template(plain, tools=tools))
+            self._rendered.put(key, ids, len(ids))
+        return ids
+
+    def extend(self, ids: np.ndarray, finish: str, messages: Sequence[Message], images: Sequence[np.ndarray] = ()) -> np.ndarray:
+        """The ids to append to `ids` (a prompt and its sampled response): the template's end of the assistant's turn as far as it was not
+        sampled, `messages`, the header of the next assistant's turn. Raises ConfigError (template, images).
+
+        They are what the template writes after the last assistant's content of a conversation, so neither what it puts before (a default
+        system prompt) nor what it does to earlier turns (thinking stripped) matters, and no sampled token is encoded again.
+        """
+        plain = self._text_only(messages, images)
+        key = _key(plain)
+        known = self._continuations.get(key)
+        if known is None:
+            continuation = self._encode(self._after_sentinel(plain, add_generation_prompt=True))
+            closing = len(self._encode(self._after_sentinel([], add_generation_prompt=False)))
+            known = self._continuations.put(key, (continuation, closing), len(continuation))
+        continuation, closing = known
+        # The sampled end, the longest that fits: all of the closing, or its first tokens (as a rule the stop token alone).
+        for length in range(min(closing, len(ids)), 0, -1):
+            if np.array_equal(ids[len(ids) - length :], continuation[:length]):
+                return continuation[length:]
+        return continuation
+
+    def continue_text(self, ids: np.ndarray, text: str) -> np.ndarray:
+        """int32 ids of plain `text` inside the same message; special tokens written in it stay text."""
+        return int32(self._plain.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of sampled ids. Only at the end are tokens left out: those that end a turn, and padding. Others are visible in the text."""
+        ids = int32(ids)
+        key = ids.tobytes()
+        text = self._decoded.get(key)
+        if text is None:
+            kept = len(ids)
+            while kept and ids[kept - 1] in self._ends:
+                kept -= 1
+            text = self._decoded.put(key, self._backend.decode(ids[:kept].tolist(), skip_special_tokens=False), len(ids))
+        return text
+
+    def _fast_backend(self) -> Tokenizer:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise ConfigError(f"the tokenizer in {self.folder} is no fast tokenizer ({type(self.tokenizer).__name__}). Fix: convert it to tokenizer.json")
+        # A copy of our own: transformers changes settings of its own one at each call, and a prompt must never be cut or padded.
+        backend = Tokenizer.from_str(backend.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
+
+    def _encode(self, text: str) -> np.ndarray:
+        ids = int32(self._backend.encode(text, add_special_tokens=False).ids)
+        ids.flags.writeable = False
+        return ids
+
+    def _template(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = True) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) if tools else None, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ConfigError(
+                f"the chat template of {self.folder} cannot render a conversation of roles {roles}: {_first_line(error)}. Fix: the templates of env_config, or another model"
+            ) from error
+
+    def _after_sentinel(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _SENTINEL}, *messages]
+        text = self._template(conversation, add_generation_prompt=add_generation_prompt)
+        before, found, after = text.partition(_SENTINEL)
+        if not found or _SENTINEL in after:
+            raise ConfigError(f"the chat template of {self.folder} does not write an assistant's content once, so turns cannot be appended. Fix: another template")
+        return after
+
+    def _find_stop_ids(self) -> tuple[int, ...]:
+        stops = {self.tokenizer.eos_token_id}
+        for name in ("generation_config.json", "config.json"):
+            path = self.folder / name
+            if path.is_file():
+                eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+                stops |= set(eos) if isinstance(eos, list) else {eos}
+        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
+        # The template's own end of a turn: the first special token after the assistant's content, if the template closes turns with one.
+        closing = self._encode(self._after_sentinel([], add_generation_prompt=False))
+        stops |= set([token for token in closing.tolist() if token in special][:1])
+        return tuple(sorted(stops - {None}))
+
+    def _text_only(self, messages: Sequence[Message], images: Sequence[np.ndarray]) -> list[Message]:
+        """The messages with lists of text parts joined. Raises ConfigError for images."""
+        if len(images):
+            raise self._no_images()
+        return [message if isinstance(message.get("content"), str) else {**message, "content": self._joined(message)} for message in messages]
+
+    def _joined(self, message: Message) -> Any:
+        content = message.get("content")
+        if not isinstance(content, list):
+            return content
+        if any(part.get("type") != "text" for part in content):
+            raise self._no_images()
+        return "".join(part["text"] for part in content)
+
+    def _no_images(self) -> ConfigError:
+        return ConfigError(f"{self.folder} is taken as a text model, but a message holds an image. Fix: a text rendering of the environment")
+
+
+def _key(messages: Sequence[Message]) -> Hashable:
+    """Equal for equal messages; fields other than role and content (tool calls) by their JSON."""
+    return tuple(
+        (message.get("role"), message["content"]) if len(message) == 2 and isinstance(message.get("content"), str) else json.dumps(message, sort_keys=True)
+        for message in messages
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,97 @@
+"""Options of the backend, and the recipe for a tiny local model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from attrs import define, field, fields, frozen
+
+from turnwise.errors import ConfigError, did_you_mean, listed
+
+Architecture = Literal["qwen2", "qwen3", "llama"]
+TokenizerKind = Literal["word", "byte_bpe"]
+SPECIAL_TOKENS = 3
+"""<|endoftext|>, <|im_start|>, <|im_end|>: the special tokens that every byte-level tokenizer of a recipe has."""
+
+
+@frozen
+class HfConfig:
+    """`batch_wait`: seconds for which requests are collected when nobody tells how many episodes are live (outside a run's scheduler)."""
+
+    batch_wait: float = 0.002
+
+
+@define(frozen=True)
+class Recipe:
+    """A tiny model made locally. Sizes as transformers names them: `num_kv_heads` None = `num_heads`, `intermediate_size` None = three
+    times `hidden_size`, `seed` None = the run's seed. `vocab_size` is that of `byte_bpe`; a `word` tokenizer is as large as the texts need.
+    `chat_template`: a Jinja template in place of ChatML's."""
+
+    architecture: Architecture = "qwen2"
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    intermediate_size: int | None = None
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
+    seed: int | None = 0
+    tokenizer: TokenizerKind = "word"
+    vocab_size: int = 512
+    chat_template: str | None = field(default=None, repr=False)
+
+
+_INTEGERS = ("hidden_size", "num_layers", "num_heads", "max_position_embeddings", "vocab_size")
+_OPTIONAL_INTEGERS = ("num_kv_heads", "intermediate_size")
+
+
+def recipe_from(pretrain: Mapping[str, Any]) -> Recipe:
+    """The recipe of a `pretrain` mapping, `{recipe: {…}}` or its fields themselves. Raises ConfigError with every mistake at once."""
+    options = pretrain["recipe"] if set(pretrain) == {"recipe"} else pretrain
+    if options is None:
+        options = {}
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"pretrain.recipe: {options!r} is not a mapping. Fix: such as {{architecture: qwen2, hidden_size: 64}}")
+    known = [attribute.name for attribute in fields(Recipe)]
+    problems = [f"pretrain.recipe: unknown key {key!r}.{did_you_mean(str(key), known)} Known: {listed(known)}" for key in options if key not in known]
+    problems += [problem for key, value in options.items() if key in known and (problem := _value_problem(key, value))]
+    if not problems:
+        problems = _relation_problems(recipe := Recipe(**options))
+    if problems:
+        raise ConfigError(problems)
+    return recipe
+
+
+def _value_problem(key: str, value: Any) -> str:
+    wanted = ""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if key in _INTEGERS or (key in _OPTIONAL_INTEGERS and value is not None):
+        wanted = "" if whole and value > 0 else "a positive integer"
+    elif key == "seed":
+        wanted = "" if value is None or (whole and value >= 0) else "a non-negative integer, or null for the run's seed"
+    elif key == "tie_word_embeddings":
+        wanted = "" if isinstance(value, bool) else "true or false"
+    elif key == "initializer_range":
+        wanted = "" if (whole or isinstance(value, float)) and value > 0 else "a positive number"
+    elif key == "chat_template":
+        wanted = "" if value is None or isinstance(value, str) else "a Jinja template"
+    elif key in ("architecture", "tokenizer"):
+        names = get_args(Architecture if key == "architecture" else TokenizerKind)
+        wanted = "" if value in names else f"one of {listed(names)}.{did_you_mean(str(value), names)}"
+    return f"pretrain.recipe.{key}: {value!r} is not {wanted}" if wanted else ""
+
+
+def _relation_problems(recipe: Recipe) -> list[str]:
+    problems = []
+    if recipe.hidden_size % (2 * recipe.num_heads):
+        problems.append(
+            f"pretrain.recipe: hidden_size {recipe.hidden_size} is not an even multiple of num_heads {recipe.num_heads} (rotary halves). Fix: such as 64 and 4"
+        )
+    if recipe.num_kv_heads and recipe.num_heads % recipe.num_kv_heads:
+        problems.append(f"pretrain.recipe: num_heads {recipe.num_heads} is not a multiple of num_kv_heads {recipe.num_kv_heads}")
+    smallest = 256 + SPECIAL_TOKENS
+    if recipe.tokenizer == "byte_bpe" and recipe.vocab_size < smallest:
+        problems.append(f"pretrain.recipe.vocab_size: {recipe.vocab_size} is below {smallest}, all bytes and the special tokens")
+    return problems

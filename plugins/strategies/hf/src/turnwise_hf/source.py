@@ -1,0 +1,80 @@
+"""Where the model comes from: a folder, a hub id, or a recipe for a tiny local model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from turnwise.contracts.chat import Chat, ModelSourceContext
+from turnwise.errors import ConfigError, MachineError
+from turnwise_hf.config import recipe_from
+from turnwise_hf.folder import folder_problems
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
+class HfModelSource:
+    """The model source `hf`."""
+
+    def __init__(self, config: Any, context: ModelSourceContext) -> None:
+        self._context = context
+        self._chats: dict[Path, Chat] = {}
+
+    def prepare(self, pretrain: str | Mapping[str, Any]) -> Path:
+        """The model's folder. Raises ConfigError (not a model, a mistake in the recipe) or MachineError (cannot be fetched or written here)."""
+        if isinstance(pretrain, Mapping):
+            recipe = recipe_from(pretrain)
+            from turnwise_hf.recipe import prepare_recipe
+
+            return prepare_recipe(recipe, list(self._context.texts()), self._context.seed, self._context.cache)
+        if problems := self.check(pretrain):
+            raise ConfigError(problems)
+        folder = Path(pretrain).expanduser()
+        return folder if folder.exists() else self._fetch(pretrain)
+
+    def check(self, pretrain: str | Mapping[str, Any]) -> list[str]:
+        """Problems known without torch and without the network, one line each. Whether a hub id exists shows when it is fetched."""
+        if isinstance(pretrain, Mapping):
+            try:
+                recipe_from(pretrain)
+            except ConfigError as error:
+                return list(error.problems)
+            return []
+        if not isinstance(pretrain, str) or not pretrain.strip():
+            return [f"pretrain: {pretrain!r} is no model. Fix: a folder, a hub id, or a recipe such as {{recipe: {{architecture: qwen2}}}}"]
+        folder = Path(pretrain).expanduser()
+        return [] if not folder.exists() and _may_be_hub_id(pretrain) else folder_problems(folder)
+
+    def chat(self, folder: Path) -> Chat:
+        """The chat format of a prepared folder, built once. Raises ConfigError."""
+        from turnwise_hf.chat import HfChat
+
+        folder = Path(folder)
+        if folder not in self._chats:
+            self._chats[folder] = HfChat(folder)
+        return self._chats[folder]
+
+    def _fetch(self, name: str) -> Path:
+        import huggingface_hub
+
+        try:
+            folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=_FILES))
+        # The hub client raises its own errors, its HTTP client's and the system's; whatever it was, the model is not here.
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise MachineError(
+                f"pretrain: {name!r} is no folder here and could not be fetched as a hub id: {reason} "
+                "Fix: correct the name, copy the model here and name its folder, or use a recipe"
+            ) from error
+        if problems := folder_problems(folder):
+            raise ConfigError([problem.replace(str(folder), f"{name} ({folder})") for problem in problems])
+        return folder
+
+
+def _may_be_hub_id(name: str) -> bool:
+    """`owner/name` or `name`, unless `owner` is a folder here: then a path was meant."""
+    parent = Path(name).parent
+    return bool(_HUB_ID.fullmatch(name)) and (parent == Path() or not parent.exists())

@@ -1,0 +1,94 @@
+"""Tokenizers for tiny models, trained on the environments' own texts: one token a word, or byte-level BPE."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from turnwise.errors import ConfigError
+from turnwise_hf.config import Recipe
+
+END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+UNKNOWN = "<unk>"
+CHATML = (
+    "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_WORDS = r" ?[^\W\d_]+| ?\d| ?[^\w\s]| ?_|\s"
+"""A word, a digit or a mark, each with the space before it; any other white space alone. Every character is in exactly one piece."""
+_CUT = pre_tokenizers.Split(Regex(_WORDS), "isolated")
+_ROLES = ("system", "user", "assistant", "tool")
+_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>")
+
+
+def build_tokenizer(recipe: Recipe, texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """The recipe's tokenizer with its chat template. Equal recipes and sets of texts give equal tokenizers. Raises ConfigError."""
+    template = recipe.chat_template or CHATML
+    special = list(dict.fromkeys([END_OF_TEXT, START, END, *_SPECIAL.findall(template)]))
+    # Sorted and without copies: the order in which episodes were played must not matter.
+    corpus = sorted(set(texts)) + _template_texts(template, special)
+    backend = _word_level(corpus, special) if recipe.tokenizer == "word" else _byte_bpe(corpus, special, recipe.vocab_size)
+    options: dict[str, Any] = {"eos_token": END if END in template else END_OF_TEXT, "pad_token": END_OF_TEXT}
+    if recipe.tokenizer == "word":
+        options["unk_token"] = UNKNOWN
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=recipe.max_position_embeddings, **options)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """tokenizer.json, tokenizer_config.json and the chat template into `folder`."""
+    tokenizer.save_pretrained(folder)
+
+
+def pieces(text: str) -> list[str]:
+    """The words, digits, marks and spaces of `text`, as the word tokenizer cuts it; joined they are the text."""
+    return [piece for piece, _ in _CUT.pre_tokenize_str(text)]
+
+
+def _word_level(corpus: Sequence[str], special: Sequence[str]) -> Tokenizer:
+    cut = re.compile("|".join(map(re.escape, special)))
+    seen = {piece for text in corpus for part in cut.split(text) for piece in pieces(part)} | {"\n", " "}
+    # A number that the few played episodes did not show is no unknown word: digits come in tens.
+    for space in ("", " "):
+        if any(f"{space}{digit}" in seen for digit in range(10)):
+            seen |= {f"{space}{digit}" for digit in range(10)}
+    vocabulary = {token: index for index, token in enumerate([*special, UNKNOWN, *sorted(seen)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = _CUT
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in [*special, UNKNOWN]])
+    return tokenizer
+
+
+def _byte_bpe(corpus: Sequence[str], special: Sequence[str], vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(special), initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
+
+
+def _template_texts(template: str, special: Sequence[str]) -> list[str]:
+    """What the template itself writes around messages of every role that it takes."""
+    blank = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({UNKNOWN: 0}, unk_token=UNKNOWN)))
+    texts = list(_ROLES)
+    problem = ""
+    for role in _ROLES:
+        conversation = [{"role": "user", "content": ""}, {"role": role, "content": ""}] if role != "user" else [{"role": role, "content": ""}]
+        try:
+            texts.append(blank.apply_chat_template(conversation, chat_template=template, add_generation_prompt=True, tokenize=False))
+        except Exception as error:  # a template may refuse a role with any error; one that refuses the user is of no use
+            problem = problem or (str(error) if role == "user" else "")
+    if problem:
+        raise ConfigError(f"pretrain.recipe.chat_template cannot render a user's message: {problem}")
+    return [text for text in texts if text not in special]

@@ -1,0 +1,68 @@
+"""The chunked head: log-probs and entropy of response tokens, a chunk's logits at a time, recomputed in the backward pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from turnwise_torch.microbatch import MicroBatch
+from turnwise_torch.models import ValueModel, hidden_states
+
+LOGITS_AT_A_TIME = 2**26
+
+
+def token_log_probs(
+    model: nn.Module, batch: MicroBatch, temperature: float, *, chunk: int = 0, entropy: bool = False, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """log_softmax(logits / temperature) of the r response tokens [r], and the entropy of each token's distribution [r] or None.
+
+    float32 (float64 for a float64 model). `model` is a transformers causal model; its head runs only on the positions that predict.
+    """
+    hidden = hidden_states(model, batch.input_ids).flatten(0, 1).index_select(0, batch.predictors)
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return chunked_log_probs(hidden, head, batch.targets, temperature, chunk=chunk, entropy=entropy, entropy_gradient=entropy_gradient)
+
+
+def token_values(model: ValueModel, batch: MicroBatch) -> Tensor:
+    """[r]: the value of the prefix before each response token, float32 (float64 for a float64 model)."""
+    hidden = hidden_states(model, batch.input_ids).flatten(0, 1).index_select(0, batch.predictors)
+    return _wide(model.value_head(hidden).squeeze(-1))
+
+
+def chunked_log_probs(
+    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, *, chunk: int = 0, entropy: bool = False, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [n] of `targets` int64 [n] under `head(hidden)`, hidden [n, h], and the entropies [n] or None.
+
+    No more than `chunk` tokens' logits exist at a time (0: as many as hold 2²⁶ logits): with several chunks the backward pass computes
+    them again. Entropies carry a gradient only with `entropy_gradient`.
+    """
+    size = chunk or max(1, LOGITS_AT_A_TIME // int(head.out_features))  # type: ignore[arg-type]
+    options = (temperature, entropy, entropy_gradient)
+    if len(targets) <= size or not torch.is_grad_enabled():
+        parts = [_log_probs(h, head, t, *options) for h, t in zip(hidden.split(size), targets.split(size))]
+    else:
+        parts = [
+            checkpoint(_log_probs, h, head, t, *options, use_reentrant=False, preserve_rng_state=False)
+            for h, t in zip(hidden.split(size), targets.split(size))
+        ]
+    log_probs = torch.cat([part[0] for part in parts])
+    return log_probs, torch.cat([part[1] for part in parts if part[1] is not None]) if entropy else None
+
+
+def _log_probs(
+    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, entropy: bool, entropy_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    logits = _wide(head(hidden)) / temperature
+    normaliser = logits.logsumexp(-1)
+    log_probs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
+    if not entropy:
+        return log_probs, None
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        every = logits - normaliser[:, None]
+        return log_probs, -(every.exp() * every).sum(-1)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()

@@ -1,0 +1,150 @@
+"""Loading models from a folder in Hugging Face layout: a causal language model, or its backbone with a value head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging as hf_logging
+
+from turnwise.errors import CheckpointError, TrainerError, did_you_mean, listed
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a configuration name. Raises ValueError."""
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}.{did_you_mean(name, DTYPES)} Known: {listed(DTYPES)}")
+    return DTYPES[name]
+
+
+def load_causal_lm(folder: Path, dtype: str, attn_implementation: str) -> nn.Module:
+    """The causal language model in `folder`, on the CPU, in evaluation mode, parameters in `dtype` (bf16, fp16, fp32, fp64).
+
+    Raises CheckpointError if the folder is missing, is not a model, or lacks weights of the model.
+    """
+    return _load(AutoModelForCausalLM, folder, dtype, attn_implementation)
+
+
+class ValueModel(nn.Module):
+    """A backbone and a linear layer: one number per position, the value of the prefix that ends there."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        like = next(backbone.parameters())
+        self.value_head = nn.Linear(backbone.config.hidden_size, 1, dtype=like.dtype)  # type: ignore[union-attr,arg-type]
+        # Zeros: the first values are 0, whatever the seed, and the first gradient reaches the head alone.
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+
+def load_value_model(folder: Path, dtype: str, attn_implementation: str) -> ValueModel:
+    """The backbone in `folder` with a value head: that of an exported critic if the folder has one, else zeros. Errors as `load_causal_lm`."""
+    model = ValueModel(_load(AutoModel, folder, dtype, attn_implementation))
+    saved = Path(folder) / VALUE_HEAD_FILE
+    if saved.is_file():
+        try:
+            model.value_head.load_state_dict(load_file(saved))
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(f"cannot read the value head {saved}: {first_line(error)}") from error
+    return model
+
+
+def backbone_of(model: nn.Module) -> nn.Module:
+    """The part of the model that gives hidden states: `ValueModel.backbone`, or transformers' `base_model`."""
+    return model.backbone if isinstance(model, ValueModel) else model.base_model  # type: ignore[return-value]
+
+
+def hidden_states(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """[b, w, hidden]: the last hidden states of right-padded `input_ids` int64 [b, w].
+
+    No attention mask: under causal attention no real token ever sees padding that stands to its right.
+    """
+    return backbone_of(model)(input_ids=input_ids, use_cache=False).last_hidden_state
+
+
+def check_head(model: nn.Module) -> None:
+    """Raise TrainerError if the model's logits are more than its LM head over its last hidden states (soft-capping, scaling)."""
+    capped = getattr(model.config, "final_logit_softcapping", None)  # small logits would hide it from the comparison below
+    ids = torch.arange(4, device=next(model.parameters()).device)[None] % vocabulary(model)
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits.float()
+        ours = model.get_output_embeddings()(hidden_states(model, ids)).float()  # type: ignore[operator]
+    if capped is not None or not torch.allclose(whole, ours, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
+        raise TrainerError(
+            f"{type(model).__name__} changes its logits after the LM head, which the chunked head does not reproduce: log-probs would be wrong"
+        )
+
+
+def vocabulary(model: nn.Module) -> int:
+    """The number of rows of the input embedding: ids must be smaller."""
+    return backbone_of(model).get_input_embeddings().num_embeddings  # type: ignore[operator]
+
+
+def enable_gradient_checkpointing(model: nn.Module) -> None:
+    """Recompute every decoder layer in the backward pass.
+
+    The layers are wrapped instead of switching transformers' own flag, which needs training mode (dropout) and drops the KV cache of a
+    sampler that shares the module in another thread. The wrapper acts where gradients are enabled, and that is a property of the thread.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise TrainerError(
+            f"{type(model).__name__} has no layers to checkpoint. Fix: set model_args.disable_gradient_checkpointing: true for this role"
+        )
+    for layer in layers:
+        layer.forward = partial(_checkpointed, layer.forward)  # type: ignore[method-assign]
+
+
+def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def _load(auto: Any, folder: Path, dtype: str, attn_implementation: str) -> nn.Module:
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} is not a model folder (it has no config.json). Fix: name a folder in Hugging Face layout as pretrain")
+    options = {"dtype": torch_dtype(dtype), "attn_implementation": attn_implementation, "local_files_only": True, "output_loading_info": True}
+    try:
+        with quiet():
+            model, info = auto.from_pretrained(folder, **options)
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"cannot load the model in {folder}: {first_line(error)}") from error
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise CheckpointError(
+            f"the model in {folder} lacks {len(missing)} weights, the first is {missing[0]!r}. Fix: fetch or export the folder again"
+        )
+    return model.eval()
+
+
+def first_line(error: BaseException) -> str:
+    """The error's first line, for a message of one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars of transformers meanwhile."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
