@@ -35,7 +35,7 @@ def segment_means(values: np.ndarray, labels: np.ndarray, count: int, empty: flo
     return np.where(members > 0, segment_sums(values, labels, count) / np.maximum(members, 1), empty)
 
 
-def discounted(values: np.ndarray, gamma: float, labels: np.ndarray) -> np.ndarray:
+def discounted_sums(values: np.ndarray, labels: np.ndarray, gamma: float) -> np.ndarray:
     """float64 [R]: G_t = values_t + γ·G_{t+1} within each run of equal neighbours in `labels` [R]; G is 0 after a run's last entry.
 
     γ in [0, 1], else ValueError. By doubling: after j rounds every entry holds its own sum over 2^j entries, so a run of L entries takes

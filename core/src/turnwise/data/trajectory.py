@@ -27,7 +27,8 @@ class Generation:
 
     `ids` int32 [n] are exactly the sampled tokens, the stop token included when it was sampled. `logprobs` float32 [n] follow the
     definition of a log-prob in docs/backends.md, or None where the backend cannot give them. `versions` int32 [n]: the policy version
-    that sampled each token. Backends of `input: messages` may leave `ids` None.
+    that sampled each token. Backends of `input: messages` may leave `ids` None. A player that chose an action, not a text, tells it in
+    `extras["action"]`: managers take it as it is.
     """
 
     text: str

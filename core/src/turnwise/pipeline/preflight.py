@@ -86,7 +86,7 @@ def _role_problems(config: RunConfig, role: str, kind: str, choice: Choice | Non
         with_role = evolve(config, reference=assembly.reference_role(config)) if role == "reference" else config
         plan = assembly.role_plan(with_role, role, Path(), None)
         for line in ask(plan.config, plan.context):
-            yield f"{role}: {line}", True
+            yield line.removeprefix("machine: "), line.startswith("machine: ")
 
 
 def _devices(role: str, mapping: tuple[int, ...]) -> list[str]:

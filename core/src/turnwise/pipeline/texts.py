@@ -71,7 +71,7 @@ def environment_texts(plans: Sequence[TagPlan], seed: int) -> list[str]:
         for plan in plans:
             recorder = _Recorder()
             few = evolve(plan, groups=EPISODES, group_size=1)
-            scheduler = Scheduler([few], RolloutSettings(seed=seed, max_env_failure_rate=1.0, max_concurrent=1), recorder, None)
+            scheduler = Scheduler([few], RolloutSettings(seed=seed, max_env_failure_rate=0.5, max_concurrent=1), recorder, None)
             try:
                 await scheduler.next_batch(0, version=0)
             finally:

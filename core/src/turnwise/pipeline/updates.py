@@ -13,7 +13,13 @@ from turnwise.data.ops import trains
 from turnwise.data.rows import Rows, Update, rows_of
 from turnwise.pipeline.aggregation import token_coefficients
 from turnwise.pipeline.schedules import Schedule, learning_rate, warmup_steps_of
-from turnwise.rollout.seeds import derive
+from turnwise.rollout.seeds import tag_digest
+
+
+def derive(seed: int, purpose: str, *where: int) -> int:
+    """A seed for one purpose at one place of the run (step, epoch), from the run's seed."""
+    sequence = np.random.SeedSequence([seed % 2**64, tag_digest(purpose), *where])
+    return int(sequence.generate_state(1, np.uint64)[0]) >> 1
 
 
 def schedule_of(role: Role, max_steps: int) -> Schedule:

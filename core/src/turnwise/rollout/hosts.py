@@ -98,6 +98,8 @@ class Host(ABC):
         except BaseException:
             task.cancel()
             raise
+        if task.cancelled():
+            raise CallError("was cancelled from within")
         return task.result()
 
     async def _in_time(self, future: asyncio.Future[Any], method: str, timeout: float) -> Any:

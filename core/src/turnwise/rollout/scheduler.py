@@ -14,7 +14,7 @@ from turnwise.contracts.chat import Chat
 from turnwise.contracts.env_manager import Episode
 from turnwise.contracts.inference import InferenceBackend
 from turnwise.data.trajectory import Sample, Trajectory
-from turnwise.errors import CheckpointError, EnvironmentFailure, TurnwiseError
+from turnwise.errors import CheckpointError, EngineError, EnvironmentFailure, TurnwiseError
 from turnwise.rollout.episode import EpisodeSampler, HostedEnvironment, Pool, Requests
 from turnwise.rollout.hosts import EnvironmentTimeout
 from turnwise.rollout.plan import RolloutResult, RolloutSettings, TagPlan
@@ -168,7 +168,7 @@ class Scheduler:
         self._waiting.clear()
         tasks = [task for batch in batches for task in batch.tasks]
         for batch in batches:
-            if not batch.done.cancel():
+            if not batch.done.cancel() and not batch.done.cancelled():
                 batch.done.exception()  # marks it as seen; the caller has it, or got that of an earlier step
         for task in tasks:
             task.cancel()
@@ -266,6 +266,11 @@ class Scheduler:
             self._ended(batch, group, member, outcome)
         except Exception as error:
             batch.fail(error)
+        except asyncio.CancelledError:
+            if not batch.done.done():  # not by `_abort`: without this the batch would wait for ever
+                place = f"{group.plan.tag}, group {group.serial}, member {member}"
+                batch.fail(EngineError(f"the inference backend or the environment manager cancelled an episode ({place})."))
+            raise
 
     async def _attempt(self, batch: _Batch, group: _Group, member: int, attempt: int) -> _Played:
         pool, plan = group.pool, group.plan

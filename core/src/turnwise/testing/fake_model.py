@@ -145,12 +145,14 @@ class FakeBackend:
         await self._awake.wait()
         assert request.ids is not None
         generator = np.random.default_rng(request.seed)
-        before, ids, logprobs = int(request.ids[-1]), [], []
+        before = int(request.ids[-1])
+        ids: list[int] = []
+        logprobs: list[float] = []
         while len(ids) < request.max_new_tokens and END not in ids[-1:]:
             scores = log_softmax(self._weights[before] / (request.args.temperature or 1.0))
             chosen = int(scores.argmax() if request.args.temperature == 0 else generator.choice(VOCABULARY, p=np.exp(scores)))
             ids.append(chosen)
-            logprobs.append(scores[chosen])
+            logprobs.append(float(scores[chosen]))
             before = chosen
         self.served += 1
         finish: Literal["stop", "length"] = "stop" if END in ids[-1:] else "length"

@@ -179,8 +179,8 @@ class FakeEnvManager:
         turn, versions, logprobs = np.full(len(ids), -1, np.int32), np.full(len(ids), -1, np.int32), np.zeros(len(ids), np.float32)
         for k, played in enumerate(trajectory.turns):
             at = slice(len(played.prompt_ids), len(played.prompt_ids) + len(played.response_ids))
-            turn[at], versions[at] = k, played.versions
-            logprobs[at] = np.nan if played.logprobs is None else played.logprobs
+            turn[at], versions[at] = np.where(played.response_mask, k, -1), played.versions
+            logprobs[at] = np.where(played.response_mask, np.nan if played.logprobs is None else played.logprobs, 0)
         known = not np.isnan(logprobs).any()
         return [Sample(ids, turn >= 0, turn, logprobs if known else None, versions, last.images)]
 

@@ -171,7 +171,7 @@ def test_two_instances_do_not_disturb_each_other() -> None:
     actions = ["Down", "Right", "Down", "Left", "Right"]
     alone = play(FrozenLake(is_slippery=True, random_start_goal=True), actions, 9)
     one, other = FrozenLake(is_slippery=True, random_start_goal=True), FrozenLake(is_slippery=True, random_start_goal=True)
-    mixed = [one.reset(seed=9)]
+    mixed: list[Any] = [one.reset(seed=9)]
     other.reset(seed=10)
     for action in actions:
         mixed.append(one.step(action))

@@ -172,7 +172,7 @@ def test_it_pickles_keeps_the_contract_and_leaves_global_random_state_alone() ->
     expected = random.random(), np.random.random()
     random.seed(5)
     np.random.seed(5)
-    env = GymnasiumBridge(**bridge_fixture()["config"])
+    env = GymnasiumBridge(**bridge_fixture()["env_config"])
     assert isinstance(env, Environment)
     play(env, ["Left", "Right"])
     copy = pickle.loads(pickle.dumps(env))

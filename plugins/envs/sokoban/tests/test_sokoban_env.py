@@ -146,7 +146,7 @@ def test_words_by_hand(room: Any) -> None:
 
 def test_other_symbols_and_their_words(room: Any) -> None:
     room(ONE)
-    lookup = {0: "W", 1: ".", 2: "G", 3: "C", 4: "B", 5: "A", "6": "@"}
+    lookup: dict[int | str, str] = {0: "W", 1: ".", 2: "G", 3: "C", 4: "B", 5: "A", "6": "@"}
     env = Sokoban(grid_lookup=lookup, grid_vocab={"W": "brick", ".": "empty", "B": "crate"})
     text, info = env.reset(seed=0)
     assert text == "W W W W W W\nW A . . W W\nW . B . W W\nW . . G W W\nW . W W W W\nW W W W W W"
@@ -204,7 +204,7 @@ def test_global_random_state_is_untouched_and_instances_are_apart() -> None:
     np.random.seed(5)
     alone = play(Sokoban(), list(ACTIONS), 77)
     one, other = Sokoban(), Sokoban()
-    mixed = [one.reset(seed=77)]
+    mixed: list[Any] = [one.reset(seed=77)]
     other.reset(seed=78)
     for action in ACTIONS:
         mixed.append(one.step(action))

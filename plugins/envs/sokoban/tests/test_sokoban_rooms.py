@@ -68,13 +68,13 @@ class Puzzle:
 @pytest.mark.parametrize(
     ("height", "width", "num_boxes", "search_depth", "seeds"),
     [
-        (6, 6, 1, 10, 150),
+        (6, 6, 1, 10, 200),
         (6, 6, 1, 60, 80),
         (3, 5, 1, 1, 20),
         (5, 3, 1, 3, 20),
         (3, 9, 1, 12, 40),
         (7, 6, 2, 14, 60),
-        (8, 8, 2, 10, 60),
+        (8, 8, 2, 10, 80),
         (9, 5, 3, 9, 40),
     ],
 )
@@ -83,7 +83,7 @@ def test_every_room_is_solved_within_search_depth_moves(height: int, width: int,
         assert Puzzle(make_room(seed, height, width, num_boxes, search_depth, "all")).shortest(search_depth) is not None
 
 
-@pytest.mark.parametrize(("height", "width", "num_boxes", "search_depth", "seeds"), [(7, 7, 2, 200, 60), (8, 8, 3, 100, 40), (10, 10, 4, 300, 25)])
+@pytest.mark.parametrize(("height", "width", "num_boxes", "search_depth", "seeds"), [(7, 7, 2, 200, 100), (8, 8, 3, 100, 100), (10, 10, 4, 300, 60)])
 def test_deep_rooms_are_solvable(height: int, width: int, num_boxes: int, search_depth: int, seeds: int) -> None:
     for seed in range(seeds):
         assert Puzzle(make_room(seed, height, width, num_boxes, search_depth, "all")).solvable()

@@ -9,8 +9,8 @@ from turnwise_gymnasium.config import WalkerConfig
 
 
 def bridge_fixture() -> dict[str, Any]:
-    """`config`: an `env_config` for the bridge."""
-    return {"config": {"env_id": "CartPole-v1", "action_names": ["Left", "Right"]}}
+    """`env_config`: options for the bridge."""
+    return {"env_config": {"env_id": "CartPole-v1", "action_names": ["Left", "Right"]}}
 
 
 def _request(seed: int = 0) -> Request:

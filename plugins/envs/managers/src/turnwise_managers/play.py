@@ -130,7 +130,8 @@ class Play:
 
     async def answer(self, prompt: Prompt, generation: Generation) -> StopReason | None:
         """Give the response to the environment and record the turn; why the episode ended, if the environment ended it."""
-        action = self.rules.action(generation.text)
+        chosen = generation.extras.get("action")  # a player chooses an action and writes no text around it
+        action = self.rules.action(generation.text) if chosen is None else str(chosen)
         ids = int32([] if generation.ids is None else generation.ids)
         anchor, seen = self._anchor, self.observation
         observation, reward, terminated, truncated, info = await self.episode.environment.step(action)

@@ -144,7 +144,7 @@ class Sokoban:
         """The room as a uint8 picture [32·height, 32·width, 3]. Raises EnvironmentFailure before the first reset."""
         if self._room is None:
             raise EnvironmentFailure("sokoban.render was called before reset. Fix: call reset first.")
-        return draw_room(codes(self._room, self._boxes, self._player), self._width)
+        return draw_room(codes(self._room, self._boxes, self._player), self._room.width)
 
     def close(self) -> None:
         """Nothing is held; may be called twice."""

@@ -7,7 +7,7 @@ import numpy as np
 from turnwise.contracts.estimator import EstimatorContext
 from turnwise.data.batch import Batch
 from turnwise.data.normalise import normalised_token_rewards, settle
-from turnwise.data.ops import discounted, sampled_to_tokens
+from turnwise.data.ops import discounted_sums, sampled_to_tokens
 from turnwise_grpo.config import ReturnConfig
 
 
@@ -25,5 +25,5 @@ class ReinforcePlusPlus:
     def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """(advantages before whitening, returns), float64 [T]."""
         rewards = normalised_token_rewards(batch, self.normalization)[batch.sampled]
-        returns = sampled_to_tokens(batch, discounted(rewards, self.gamma, batch.tokens["trajectory"][batch.sampled]))
+        returns = sampled_to_tokens(batch, discounted_sums(rewards, batch.tokens["trajectory"][batch.sampled], self.gamma))
         return returns.copy(), returns

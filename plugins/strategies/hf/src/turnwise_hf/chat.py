@@ -128,7 +128,7 @@ class HfChat:
     def _fast_backend(self) -> Tokenizer:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
-            raise ConfigError(f"the tokenizer in {self.folder} is no fast tokenizer ({type(self.tokenizer).__name__}). Fix: convert it to tokenizer.json")
+            raise ConfigError(f"the tokenizer in {self.folder} is no fast tokenizer ({type(self.tokenizer).__name__}). Fix: convert it")
         # A copy of our own: transformers changes settings of its own one at each call, and a prompt must never be cut or padded.
         backend = Tokenizer.from_str(backend.to_str())
         backend.no_truncation()
@@ -148,15 +148,18 @@ class HfChat:
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ConfigError(
-                f"the chat template of {self.folder} cannot render a conversation of roles {roles}: {_first_line(error)}. Fix: the templates of env_config, or another model"
+                f"the chat template of {self.folder} cannot render a conversation of roles {roles}: {_first_line(error)}. "
+                "Fix: other messages (the environment's or manager's templates), or another model"
             ) from error
 
     def _after_sentinel(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _SENTINEL}, *messages]
         text = self._template(conversation, add_generation_prompt=add_generation_prompt)
-        before, found, after = text.partition(_SENTINEL)
+        _, found, after = text.partition(_SENTINEL)
         if not found or _SENTINEL in after:
-            raise ConfigError(f"the chat template of {self.folder} does not write an assistant's content once, so turns cannot be appended. Fix: another template")
+            raise ConfigError(
+                f"the chat template of {self.folder} does not write an assistant's content once, so turns cannot be appended. Fix: another template"
+            )
         return after
 
     def _find_stop_ids(self) -> tuple[int, ...]:
@@ -193,7 +196,9 @@ class HfChat:
 def _key(messages: Sequence[Message]) -> Hashable:
     """Equal for equal messages; fields other than role and content (tool calls) by their JSON."""
     return tuple(
-        (message.get("role"), message["content"]) if len(message) == 2 and isinstance(message.get("content"), str) else json.dumps(message, sort_keys=True)
+        (message.get("role"), message["content"])
+        if len(message) == 2 and isinstance(message.get("content"), str)
+        else json.dumps(message, sort_keys=True)
         for message in messages
     )
 

@@ -87,7 +87,7 @@ def _relation_problems(recipe: Recipe) -> list[str]:
     problems = []
     if recipe.hidden_size % (2 * recipe.num_heads):
         problems.append(
-            f"pretrain.recipe: hidden_size {recipe.hidden_size} is not an even multiple of num_heads {recipe.num_heads} (rotary halves). Fix: such as 64 and 4"
+            f"pretrain.recipe: hidden_size {recipe.hidden_size} is not an even multiple of num_heads {recipe.num_heads}. Fix: such as 64 and 4"
         )
     if recipe.num_kv_heads and recipe.num_heads % recipe.num_kv_heads:
         problems.append(f"pretrain.recipe: num_heads {recipe.num_heads} is not a multiple of num_kv_heads {recipe.num_kv_heads}")

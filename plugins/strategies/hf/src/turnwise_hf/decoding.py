@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import numpy as np
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor, nn
 
 from turnwise.contracts.inference import GeneratingArgs
@@ -26,14 +26,13 @@ _RESERVED = 16
 @frozen(eq=False)
 class Row:
     """One response to sample: `ids` int32 [p], p ≥ 1, at most `limit` ≥ 1 tokens. `stopped(ids) → bool` looks for stop strings after each
-    token, `aborted()` tells that nobody waits any more."""
+    token."""
 
     ids: np.ndarray
     limit: int
     seed: int
     args: GeneratingArgs
     stopped: Callable[[np.ndarray], bool] | None = None
-    aborted: Callable[[], bool] = field(default=lambda: False)
 
 
 @frozen(eq=False)
@@ -50,18 +49,20 @@ Gate = Callable[[], tuple[nn.Module, int]]
 """Called before every token: may wait, and tells the model and the version that sample the next token."""
 
 
-def sample_batch(rows: Sequence[Row], gate: Gate, stop_ids: Sequence[int]) -> list[Sampled]:
+def sample_batch(rows: Sequence[Row], gate: Gate, stop_ids: Sequence[int], aborted: Set[int] = frozenset()) -> list[Sampled]:
     """Sample every row to its end, in one batch. Raises EngineError if logits are not finite.
+
+    `aborted`: indices of rows that nobody waits for any more; it may grow meanwhile, from another thread.
 
     The tokens of a row depend on its seed, ids and the weights alone, beyond rounding. When the gate brings another version, the keys and
     values of the old weights are dropped and everything read again, so a token's log-prob always belongs to its version's weights.
     """
-    return _Batch(rows, gate, stop_ids).run()
+    return _Batch(rows, gate, stop_ids, aborted).run()
 
 
 class _Batch:
-    def __init__(self, rows: Sequence[Row], gate: Gate, stop_ids: Sequence[int]) -> None:
-        self._rows, self._gate = rows, gate
+    def __init__(self, rows: Sequence[Row], gate: Gate, stop_ids: Sequence[int], aborted: Set[int]) -> None:
+        self._rows, self._gate, self._aborted = rows, gate, aborted
         self._rules = Rules.of([row.args for row in rows], [row.seed for row in rows])
         self._limits = np.array([row.limit for row in rows])
         self._watched = [index for index, row in enumerate(rows) if row.stopped is not None]
@@ -123,8 +124,8 @@ class _Batch:
         for place in np.flatnonzero(stopped | full):
             self._finish[live[place]] = "stop" if stopped[place] else "length"
         going = ~(stopped | full)
-        for place in np.flatnonzero(going):
-            if self._rows[live[place]].aborted():
+        if self._aborted:
+            for place in np.flatnonzero(going & np.isin(live, list(self._aborted))):
                 self._finish[live[place]] = "abort"
                 going[place] = False
         return going

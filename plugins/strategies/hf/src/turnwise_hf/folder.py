@@ -73,7 +73,7 @@ def _tokenizer_problems(folder: Path) -> Iterator[str]:
     settings = _json(folder / "tokenizer_config.json")
     inside = isinstance(settings, dict) and bool(settings.get("chat_template"))
     if not inside and not any((folder / name).is_file() for name in _TEMPLATES):
-        yield f"pretrain: {folder} has no chat template. Fix: put a Jinja template into it as chat_template.jinja (instruction-tuned models bring theirs)"
+        yield f"pretrain: {folder} has no chat template. Fix: put a Jinja template into it as chat_template.jinja"
 
 
 def _json(path: Path) -> Any:

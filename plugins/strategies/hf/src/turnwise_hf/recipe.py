@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 from attrs import asdict
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from turnwise.errors import ConfigError, MachineError
 from turnwise_hf.config import Recipe
@@ -50,7 +59,9 @@ def prepare_recipe(recipe: Recipe, texts: Sequence[str], seed: int, cache: Path)
         finally:
             shutil.rmtree(making, ignore_errors=True)
     except OSError as error:
-        raise MachineError(f"cannot write the model made by pretrain.recipe into {folder.parent}: {error}. Fix: free space, or another output_dir") from error
+        raise MachineError(
+            f"cannot write the model made by pretrain.recipe into {folder.parent}: {error}. Fix: free space, or another output_dir"
+        ) from error
     return folder
 
 
@@ -62,11 +73,11 @@ def _digest(recipe: Recipe, texts: Sequence[str], seed: int) -> str:
 def _write(recipe: Recipe, texts: Sequence[str], seed: int, folder: Path) -> None:
     tokenizer = build_tokenizer(recipe, texts)
     save_tokenizer(tokenizer, folder)
-    build_model(recipe, tokenizer, seed).save_pretrained(folder, save_original_format=False)
+    build_model(recipe, tokenizer, seed).save_pretrained(folder)
 
 
-def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> torch.nn.Module:
-    """The fp32 model, initialised from `seed` alone."""
+def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> Any:
+    """The fp32 model (a PreTrainedModel), initialised from `seed` alone."""
     config_class, model_class = _ARCHITECTURES[recipe.architecture]
     options: dict[str, Any] = {
         "vocab_size": len(tokenizer),

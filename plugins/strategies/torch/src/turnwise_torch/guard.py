@@ -29,4 +29,4 @@ def out_of_memory_told(phase: str, role: str, train: bool) -> Iterator[None]:
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether torch ran out of memory, on an accelerator or in the CPU's allocator."""
-    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

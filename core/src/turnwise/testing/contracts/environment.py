@@ -1,0 +1,196 @@
+"""What every environment keeps: it is a function of seed and actions, alone in its process, and returns what the contract names."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import pickle
+import threading
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import define, field
+
+from turnwise.contracts.environment import check_reset, check_step
+from turnwise.testing.compare import changed, global_random_state, global_seed, same
+from turnwise.testing.subject import Subject
+
+KIND = "environment"
+STEPS = 20
+SEEDS = range(8)
+TEXTS = ("", "a", "b", "0", "1", "yes", "left", "<answer>1</answer>")
+
+
+@define
+class Hand:
+    """Plays one environment with random legal actions (its own, the author's, or a few texts) and writes down what it answered."""
+
+    environment: Any
+    runner: asyncio.Runner
+    texts: tuple[str, ...] = TEXTS
+    log: list[Any] = field(factory=list)
+    done: bool = False
+    _info: dict[str, Any] = field(factory=dict)
+    _draw: np.random.Generator = field(factory=np.random.default_rng)
+
+    def call(self, value: Any) -> Any:
+        async def awaited() -> Any:
+            return await value
+
+        return self.runner.run(awaited()) if inspect.isawaitable(value) else value
+
+    def reset(self, seed: int) -> None:
+        tasks = getattr(self.environment, "num_tasks", None)
+        options = {} if tasks is None else {"options": {"index": seed % tasks}}
+        observation, self._info = check_reset(self.call(self.environment.reset(seed=seed, **options)), "environment")
+        self.log, self.done, self._draw = [observation, _told(self._info)], False, np.random.default_rng(seed)
+
+    def step(self) -> None:
+        legal = tuple(self._info.get("actions") or self.texts)
+        action = legal[int(self._draw.integers(len(legal)))]
+        answer = check_step(self.call(self.environment.step(action)), "environment")
+        observation, reward, terminated, truncated, self._info = answer
+        self.done = terminated or truncated
+        self.log += [action, observation, reward, terminated, truncated, _told(self._info)]
+
+    def play(self, seed: int) -> list[Any]:
+        self.reset(seed)
+        for _ in range(STEPS):
+            if self.done:
+                break
+            self.step()
+        return self.log
+
+
+def _told(info: dict[str, Any]) -> dict[str, Any]:
+    return {key: info[key] for key in ("state_key", "success", "actions") if key in info}
+
+
+def hand(implementation: Subject, runner: asyncio.Runner) -> Hand:
+    return Hand(implementation.environment(), runner, tuple(implementation.supplied.get("actions", TEXTS)))
+
+
+def test_same_seed_and_actions_give_the_same_trajectory(implementation: Subject, runner: asyncio.Runner) -> None:
+    player = hand(implementation, runner)
+    first = player.play(3)
+    assert same(first, player.play(3)), "a second episode of the same instance differs. Fix: reset must draw everything from its seed."
+    assert same(first, hand(implementation, runner).play(3)), "another instance differs. Fix: reset must draw everything from its seed."
+
+
+def test_other_seeds_differ_somewhere(implementation: Subject, runner: asyncio.Runner) -> None:
+    player = hand(implementation, runner)
+    logs = [player.play(seed) for seed in SEEDS]
+    observations = [[part for part in log if not isinstance(part, dict)] for log in logs]
+    assert not all(same(observations[0], other) for other in observations[1:]), f"seeds 0 to {len(SEEDS) - 1} give one and the same episode."
+
+
+def test_the_process_global_random_state_is_left_untouched(implementation: Subject, runner: asyncio.Runner) -> None:
+    player = hand(implementation, runner)
+    before = global_random_state()
+    player.reset(0)
+    moved = changed(before, global_random_state())
+    assert not moved, f"reset changed the global state of {', '.join(moved)}. Fix: draw from np.random.default_rng(seed) or random.Random(seed)."
+    player.play(0)
+    moved = changed(before, global_random_state())
+    assert not moved, f"step changed the global state of {', '.join(moved)}. Fix: draw from a generator made in reset."
+
+
+def test_the_process_global_random_state_has_no_influence(implementation: Subject, runner: asyncio.Runner) -> None:
+    player = hand(implementation, runner)
+    with global_seed(1):
+        first = player.play(5)
+    with global_seed(2):
+        second = player.play(5)
+    assert same(first, second), "the episode depends on the global random state. Fix: draw from a generator made in reset."
+
+
+def test_two_instances_do_not_disturb_each_other(implementation: Subject, runner: asyncio.Runner) -> None:
+    alone = hand(implementation, runner).play(1)
+    one, other = hand(implementation, runner), hand(implementation, runner)
+    one.reset(1)
+    other.reset(2)
+    for _ in range(STEPS):
+        for player in (one, other):
+            if not player.done:
+                player.step()
+    assert same(alone, one.log), "an episode changes when another instance plays at the same time. Fix: keep no state in the class or module."
+
+
+def test_it_plays_the_same_in_another_thread(implementation: Subject, runner: asyncio.Runner) -> None:
+    player = hand(implementation, runner)
+    if inspect.iscoroutinefunction(player.environment.step):
+        return  # coroutines run in the driver's own thread
+    here, there = player.play(4), []
+    thread = threading.Thread(target=lambda: there.append(player.play(4)))
+    thread.start()
+    thread.join()
+    assert there, "the episode raised in another thread; steps run in threads by default."
+    assert same(here, there[0]), "the episode differs in another thread; steps run in threads by default."
+
+
+def test_it_pickles(implementation: Subject, runner: asyncio.Runner) -> None:
+    environment = implementation.environment()
+    copy = pickle.loads(pickle.dumps(environment))
+    texts = tuple(implementation.supplied.get("actions", TEXTS))
+    assert same(Hand(environment, runner, texts).play(6), Hand(copy, runner, texts).play(6)), "the unpickled environment plays another episode."
+
+
+def test_values_are_finite_and_of_the_types_of_the_contract(implementation: Subject, runner: asyncio.Runner) -> None:
+    player = hand(implementation, runner)
+    for seed in SEEDS:
+        player.play(seed)  # observations and rewards are checked on the way
+        check_images(player.log)
+
+
+def test_info_holds_what_the_contract_names(implementation: Subject, runner: asyncio.Runner) -> None:
+    player = hand(implementation, runner)
+    player.reset(0)
+    infos = [player._info]
+    while not player.done and len(infos) < STEPS:
+        player.step()
+        infos.append(player._info)
+    for info in infos:
+        key = info.get("state_key")
+        assert isinstance(key, Hashable | np.ndarray), f"info['state_key'] is {key!r}; it must be hashable or an array."
+        assert isinstance(info.get("success", False), bool | np.bool_), f"info['success'] is {info['success']!r}; it must be a bool."
+        metrics = info.get("metrics", {})
+        assert all(isinstance(n, str) and math.isfinite(v) for n, v in metrics.items()), (
+            f"info['metrics'] is {metrics!r}; it maps names to finite numbers."
+        )
+        assert all(isinstance(a, str) for a in info.get("actions", ())), f"info['actions'] is {info['actions']!r}; it must hold texts."
+
+
+def test_an_empty_action_is_answered(implementation: Subject, runner: asyncio.Runner) -> None:
+    player = hand(implementation, runner)
+    player.reset(0)
+    check_step(player.call(player.environment.step("")), "environment")  # '' is what the manager sends when it found no action
+
+
+def check_images(log: list[Any]) -> None:
+    for observation in (part for part in log if isinstance(part, list)):
+        for part in observation:
+            image = part.get("image")
+            assert image is None or is_image(image), f"an observation holds the image {image!r:.60}; it must be a uint8 array H×W×3."
+
+
+def is_image(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3
+
+
+def test_it_renders(implementation: Subject, runner: asyncio.Runner) -> None:
+    player = hand(implementation, runner)
+    if not hasattr(player.environment, "render"):
+        pytest.skip(f"{implementation!r} has no render()")
+    player.reset(0)
+    frame = player.call(player.environment.render())
+    assert isinstance(frame, str) or is_image(frame), f"render returned {frame!r:.60}; it must be a string or a uint8 array H×W×3."
+
+
+def test_it_closes_twice(implementation: Subject, runner: asyncio.Runner) -> None:
+    player = hand(implementation, runner)
+    player.play(0)
+    for _ in range(2 if hasattr(player.environment, "close") else 0):
+        player.call(player.environment.close())

@@ -1,0 +1,46 @@
+"""The pytest side of the kit: contract tests run over the chosen implementations, and in strict mode a skip is a failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pytest
+
+from turnwise.testing.subject import Subject
+
+
+class ConformancePlugin:
+    """Gives contract tests `implementation` (one test per subject of the file's kind) and `runner` (one event loop for all)."""
+
+    def __init__(self, subjects: list[Subject], strict: bool) -> None:
+        self._subjects = subjects
+        self._strict = strict
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """One test per implementation; one that lacks a package is skipped."""
+        if "implementation" in metafunc.fixturenames:
+            mine = [subject for subject in self._subjects if subject.entry.kind == metafunc.module.KIND]
+            metafunc.parametrize("implementation", [_parameter(subject) for subject in mine])
+
+    @pytest.fixture(scope="session")
+    def runner(self) -> Iterator[asyncio.Runner]:
+        """An event loop that outlives the tests, as in a run."""
+        with asyncio.Runner() as runner:
+            yield runner
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, Any, Any]:
+        """In strict mode, fail what was skipped and keep the reason."""
+        report = yield
+        if self._strict and report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            report.outcome, report.longrepr = "failed", f"--strict: {reason}"
+        return report
+
+
+def _parameter(subject: Subject) -> Any:
+    missing = subject.entry.missing
+    marks = [pytest.mark.skip(reason=f"{subject!r} needs {', '.join(missing)}, not installed")] if missing else []
+    return pytest.param(subject, marks=marks, id=subject.entry.name)

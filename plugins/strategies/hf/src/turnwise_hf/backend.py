@@ -1,0 +1,333 @@
+"""Inference with transformers in this process: all waiting requests become one batch, sampled by one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from attrs import define, field
+from torch import nn
+
+from turnwise.contracts.chat import Chat
+from turnwise.contracts.inference import InferenceContext, Request
+from turnwise.contracts.train import Offer
+from turnwise.data.trajectory import Generation, int32
+from turnwise.errors import ConfigError, EngineError, TurnwiseError, listed
+from turnwise_hf.chat import HfChat
+from turnwise_hf.config import HfConfig
+from turnwise_hf.decoding import Row, Sampled, sample_batch
+from turnwise_hf.weights import ATTENTION, check_model, load_into
+from turnwise_hf.worker import Worker
+from turnwise_torch.models import load_causal_lm
+from turnwise_torch.shared import lookup
+
+
+@define(eq=False)
+class _Waiting:
+    """A request, its row, and who waits for it; `drop` tells the running batch that nobody does any more."""
+
+    request: Request
+    row: Row
+    future: asyncio.Future[Sampled]
+    drop: Callable[[], None] = field(default=lambda: None)
+
+
+@define(eq=False)
+class _Serving:
+    """The model that samples, the lock under which it may be read, and its version. `own`: loaded by this backend, not the trainer's."""
+
+    model: nn.Module
+    lock: threading.Lock
+    version: int
+    own: bool
+
+
+class HfBackend:
+    """`turnwise.contracts.inference.InferenceBackend` with unmodified causal models.
+
+    A batch starts when as many requests wait as episodes are live (`live`), in the order of `Request.order`, `infer_batch_size` rows at a
+    time; if nobody tells how many are live, after `batch_wait` seconds. Equal seeds, weights and ids give equal tokens in any batch, beyond
+    rounding.
+    """
+
+    input: Literal["ids", "messages"] = "ids"
+    transports: tuple[str, ...] = ("shared", "safetensors")
+
+    def __init__(self, config: HfConfig, context: InferenceContext) -> None:
+        """Raises ConfigError. The model is loaded by the first request, unless weights are received before."""
+        if context.model is None:
+            raise ConfigError("actor_infer: the hf backend needs a model. Fix: name a folder, a hub id or a recipe as pretrain")
+        if context.attn_implementation not in ATTENTION:
+            raise ConfigError(
+                f"actor_infer.model_args.attn_implementation: {context.attn_implementation!r} is none of hf's: {listed(ATTENTION)}. Fix: sdpa"
+            )
+        self._config, self._context, self._folder = config, context, context.model
+        self._chat: Chat = context.chat or HfChat(context.model)
+        self._vocabulary = _vocabulary(context.model)
+        self._device = torch.device(f"cuda:{context.devices[0]}" if context.devices and torch.cuda.is_available() else "cpu")
+        self._worker = Worker("hf-inference")
+        self._waiting: list[_Waiting] = []
+        self._entries: dict[Request, _Waiting] = {}
+        self._live = 0
+        self._timer: asyncio.TimerHandle | None = None
+        # The worker thread's alone:
+        self._serving: _Serving | None = None
+        self._own: nn.Module | None = None
+        self._checked: nn.Module | None = None
+        self._asleep = False
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample one response. Raises EngineError: a prompt without room or with ids outside the vocabulary, a failed batch (with its cause)."""
+        waiting = _Waiting(request, self._row(request), asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._entries[request] = waiting
+        self._start_if_ready()
+        try:
+            sampled = await waiting.future
+        finally:
+            self._forget(waiting)
+        text = _cut(self._chat.decode(sampled.ids), request)
+        finish: Any = sampled.finish
+        return Generation(text, sampled.ids, sampled.logprobs, sampled.versions, finish)
+
+    def live(self, episodes: int) -> None:
+        """From now on a batch starts when `episodes` requests wait (0: after `batch_wait` seconds)."""
+        self._live = episodes
+        self._start_if_ready()
+
+    async def receive(self, offer: Offer) -> int:
+        """Serve the offered weights: `shared` (payload `key`, the trainer's own module) or `safetensors` (payload `folder`). Raises EngineError.
+
+        Between two tokens; a batch in progress goes on with the new weights and reads its sequences again. Returns the version.
+        """
+        if offer.transport not in self.transports:
+            raise EngineError(f"the hf backend cannot receive weights by {offer.transport!r}. Known: {listed(self.transports)}")
+        return await self._between(lambda: self._receive(offer))
+
+    async def pause(self) -> None:
+        """Stop sampling between two tokens; requests are kept. Returns when no token is in progress."""
+        await asyncio.wrap_future(self._worker.pause())
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        self._worker.resume()
+
+    async def abort(self, request: Request) -> None:
+        """Cancel the request's `generate`; its row leaves a running batch at the next token. A request that is not here is ignored."""
+        if waiting := self._entries.get(request):
+            waiting.future.cancel()
+            self._forget(waiting)
+
+    async def sleep(self) -> None:
+        """Move an own model to the CPU, between two tokens; the trainer's is the trainer's to move."""
+        await self._between(lambda: self._move(True))
+
+    async def wake(self) -> None:
+        """Undo `sleep`."""
+        await self._between(lambda: self._move(False))
+
+    async def close(self) -> None:
+        """End the thread and forget the model; requests that wait fail with EngineError. May be called twice."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        await asyncio.to_thread(self._worker.close)
+        for waiting in list(self._entries.values()):
+            _fail(waiting, EngineError("the backend was closed"))
+        self._waiting.clear()
+        self._serving = self._own = self._checked = None
+
+    # On the event loop: requests become batches.
+
+    def _row(self, request: Request) -> Row:
+        args, where = request.args, f" (request of {request.tag})" if request.tag else ""
+        if request.ids is None or not len(request.ids):
+            raise EngineError(f"the hf backend takes token ids, and the request has none{where}")
+        if request.images:
+            raise EngineError(f"the hf backend takes text only, and the request holds {len(request.images)} images{where}")
+        ids = int32(request.ids)
+        room = self._context.sequence_length - len(ids)
+        if room < 1:
+            raise EngineError(
+                f"a prompt of {len(ids)} tokens leaves no room for a response within sequence_length {self._context.sequence_length}{where}. "
+                "Fix: raise sequence_length, or shorten the history"
+            )
+        if outside := ids[(ids < 0) | (ids >= self._vocabulary)].tolist():
+            raise EngineError(f"token id {outside[0]} is outside the model's vocabulary of {self._vocabulary}{where}")
+        if request.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0:
+            raise EngineError(f"cannot sample {request.max_new_tokens} tokens with {args}{where}: outside the allowed ranges")
+        return Row(ids, min(request.max_new_tokens, room), request.seed, args, self._stopper(args.stop_strings))
+
+    def _stopper(self, strings: tuple[str, ...]) -> Callable[[np.ndarray], bool] | None:
+        if not strings:
+            return None
+        # A character is at most four tokens of a byte-level tokenizer; the rest is for a character cut at the front.
+        tail = 4 * max(map(len, strings)) + 4
+        return lambda ids: any(string in text for text in [self._chat.decode(ids[-tail:])] for string in strings)
+
+    def _start_if_ready(self) -> None:
+        if not self._waiting or (self._live and len(self._waiting) < self._live):
+            return
+        if self._live:
+            self._start()
+        elif self._timer is None:
+            self._timer = self._waiting[0].future.get_loop().call_later(self._config.batch_wait, self._start)
+
+    def _start(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waiting = sorted(self._waiting, key=lambda item: (item.request.order, item.request.seed))
+        self._waiting = []
+        size = self._context.infer_batch_size or len(waiting)
+        for begin in range(0, len(waiting), size):
+            self._submit(waiting[begin : begin + size])
+
+    def _submit(self, batch: list[_Waiting]) -> None:
+        aborted: set[int] = set()
+        for index, waiting in enumerate(batch):
+            waiting.drop = lambda index=index: aborted.add(index)  # type: ignore[misc]
+        try:
+            done: Future[list[Sampled]] = self._worker.submit(lambda: self._sample([waiting.row for waiting in batch], aborted))
+        except EngineError as error:
+            for waiting in batch:
+                _fail(waiting, error)
+            return
+        loop = batch[0].future.get_loop()
+
+        def deliver() -> None:
+            error = done.exception()
+            for index, waiting in enumerate(batch):
+                if error is not None:
+                    _fail(waiting, error)
+                elif not waiting.future.done():
+                    waiting.future.set_result(done.result()[index])
+
+        # A loop that is closed has nobody waiting on it.
+        done.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(deliver))
+
+    def _forget(self, waiting: _Waiting) -> None:
+        self._entries.pop(waiting.request, None)
+        if not waiting.future.done() or waiting.future.cancelled():
+            waiting.drop()
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+                self._start_if_ready()
+
+    async def _between(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self._worker.between(work))
+
+    # On the worker's thread: the model.
+
+    def _sample(self, rows: list[Row], aborted: set[int]) -> list[Sampled]:
+        if self._asleep:
+            raise EngineError("the backend sleeps. Fix: wake it before sampling")
+        hold = _Hold(self)
+
+        def gate() -> tuple[nn.Module, int]:
+            self._worker.checkpoint(hold.let_go, hold.take)
+            return hold.serving.model, hold.serving.version
+
+        try:
+            with torch.no_grad():
+                hold.take()
+                return sample_batch(rows, gate, self._chat.stop_ids, aborted)
+        except torch.OutOfMemoryError as error:
+            longest = max(len(row.ids) + row.limit for row in rows)
+            raise EngineError(
+                f"out of memory while sampling {len(rows)} sequences of up to {longest} tokens. "
+                "Fix: lower actor_infer.infer_batch_size or sequence_length"
+            ) from error
+        finally:
+            hold.let_go()
+
+    def _current(self) -> _Serving:
+        """What serves, loaded at first use."""
+        if self._serving is None:
+            self._serving = _Serving(self._load(), threading.Lock(), 0, own=True)
+        return self._serving
+
+    def _load(self) -> nn.Module:
+        if self._own is None:
+            self._own = load_causal_lm(self._folder, self._context.dtype, self._context.attn_implementation).to(self._device)
+        return self._own
+
+    def _receive(self, offer: Offer) -> int:
+        if offer.transport == "shared":
+            shared = lookup(offer.payload["key"])
+            self._serving, self._own = _Serving(shared.model, shared.lock, offer.version, own=False), None
+        else:
+            # Never into the trainer's module: an own one takes its place.
+            model = self._load()
+            load_into(model, Path(offer.payload["folder"]))
+            self._serving = _Serving(model, threading.Lock(), offer.version, own=True)
+        return offer.version
+
+    def _move(self, asleep: bool) -> None:
+        self._asleep = asleep
+        if self._own is not None and self._device.type == "cuda":
+            self._own.to("cpu" if asleep else self._device)
+            if asleep:
+                torch.cuda.empty_cache()
+
+    def _check(self, model: nn.Module) -> None:
+        if model is not self._checked:
+            check_model(model)
+            self._checked = model
+
+
+class _Hold:
+    """The right to read the serving model: its lock, and evaluation mode, both given back by `let_go`."""
+
+    def __init__(self, backend: HfBackend) -> None:
+        self._backend = backend
+        self._training = self._held = False
+
+    def take(self) -> None:
+        self.serving = self._backend._current()
+        self.serving.lock.acquire()
+        self._held = True
+        self._training = self.serving.model.training
+        if self._training:
+            self.serving.model.eval()
+        self._backend._check(self.serving.model)
+
+    def let_go(self) -> None:
+        if self._held:
+            self._held = False
+            if self._training:
+                self.serving.model.train()
+            self.serving.lock.release()
+
+
+def _fail(waiting: _Waiting, error: BaseException) -> None:
+    """Give every waiting request an EngineError of its own, with the cause; what is one already keeps its words."""
+    if waiting.future.done():
+        return
+    told = EngineError(str(error) if isinstance(error, TurnwiseError) else f"the hf backend failed: {type(error).__name__}: {error}")
+    told.__cause__ = error
+    waiting.future.set_exception(told)
+
+
+def _cut(text: str, request: Request) -> str:
+    """The text up to its first stop string, with or without it."""
+    found = [(place, string) for string in request.args.stop_strings if (place := text.find(string)) >= 0]
+    if not found:
+        return text
+    place, string = min(found)
+    return text[: place + len(string)] if request.args.include_stop_str_in_output else text[:place]
+
+
+def _vocabulary(folder: Path) -> int:
+    try:
+        facts = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return int(facts.get("vocab_size") or facts["text_config"]["vocab_size"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{folder} is no language model's folder (config.json without vocab_size). Fix: name another pretrain") from error

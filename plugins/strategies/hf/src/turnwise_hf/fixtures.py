@@ -1,0 +1,58 @@
+"""What the conformance kit needs to test the backend: a tiny model folder, and log-probs computed the plain way."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from turnwise.contracts.chat import ModelSourceContext
+from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
+from turnwise.data.trajectory import float32
+from turnwise_hf.config import HfConfig
+from turnwise_hf.source import HfModelSource
+from turnwise_torch.models import load_causal_lm
+
+_TEXTS = ("The goal is 2 down 1 right. Holes: Left Down.", "Which way?", "Left", "Down", "Right", "Up")
+
+
+@functools.cache
+def _folder() -> Path:
+    place = Path(tempfile.mkdtemp(prefix="turnwise-hf-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    # Wider than by default, so that a log-prob of another temperature or another token is far off.
+    recipe = {"hidden_size": 32, "num_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 256}
+    return HfModelSource(None, ModelSourceContext(cache=place, texts=lambda: _TEXTS)).prepare({"recipe": recipe})
+
+
+def backend_fixture() -> dict[str, Any]:
+    """`config`, `context` (fp32, a recipe's model, its chat), `reference_logprobs(ids, temperature)` and `request(seed, …)`.
+
+    `reference_logprobs`: float32 [n] for ids [n], the log-prob of each id given those before it (0 for the first), of
+    log_softmax(logits / temperature) of one plain forward pass in fp32.
+    """
+    folder = _folder()
+    source = HfModelSource(None, ModelSourceContext(cache=folder.parent))
+    chat = source.chat(folder)
+    model = load_causal_lm(folder, "fp32", "eager")
+
+    def reference_logprobs(ids: Sequence[int] | np.ndarray, temperature: float) -> np.ndarray:
+        tokens = torch.tensor(np.asarray(ids), dtype=torch.int64)
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+        chosen = torch.log_softmax(logits / (temperature or 1.0), dim=-1).gather(1, tokens[1:, None])[:, 0]
+        return float32(np.concatenate([[0.0], chosen.numpy()]))
+
+    def request(seed: int, temperature: float = 1.0, max_new_tokens: int = 8) -> Request:
+        ids = chat.render([{"role": "user", "content": "Which way?"}])
+        return Request(seed, GeneratingArgs(max_new_tokens, temperature), max_new_tokens, (0, 0, seed, 0, 0), ids=ids)
+
+    context = InferenceContext(folder, chat, dtype="fp32", sequence_length=256)
+    return {"config": HfConfig(), "context": context, "reference_logprobs": reference_logprobs, "request": request}
