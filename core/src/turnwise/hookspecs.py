@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pluggy
@@ -9,6 +10,10 @@ from attrs import field, frozen
 
 hookspec = pluggy.HookspecMarker("turnwise")
 hookimpl = pluggy.HookimplMarker("turnwise")
+
+
+def _names(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
 
 
 @frozen
@@ -24,8 +29,8 @@ class Implementation:
     name: str
     target: Any
     config: Any = None
-    requires: tuple[str, ...] = field(default=(), converter=tuple)
-    aliases: tuple[str, ...] = field(default=(), converter=tuple)
+    requires: tuple[str, ...] = field(default=(), converter=_names)
+    aliases: tuple[str, ...] = field(default=(), converter=_names)
     summary: str = ""
     presets: dict[str, dict[str, Any]] = field(factory=dict)
     fixtures: Any = None

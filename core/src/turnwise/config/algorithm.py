@@ -36,8 +36,10 @@ FIELD = {
 """Keys that the field knows → the choice whose implementations may use them; with another choice they are a warning."""
 
 
-def give_algorithm_keys(data: dict[str, Any], slots: Sequence[Slot], reads: set[str], included: set[str], report: Report) -> None:
-    """Take every top-level key that is not the schema's out of `data`: to the implementations, to `vars`, or into the report."""
+def give_algorithm_keys(data: dict[str, Any], slots: Sequence[Slot], reads: set[str], included: set[str], report: Report) -> dict[str, Any]:
+    """Take every top-level key that is not the schema's out of `data`: to the implementations, to `vars`, or into the report.
+
+    Returns the free keys."""
     schema = [a.name for a in attrs.fields(RunConfig)]
     chosen = [slot for slot in slots if slot.path[0] in CHOOSERS]
     algorithm: dict[str, Any] = {}
@@ -61,6 +63,7 @@ def give_algorithm_keys(data: dict[str, Any], slots: Sequence[Slot], reads: set[
             report.error((key,), unknown_key(key, [*schema, *FIELD, *_options(chosen)]))
     _keep_free(data, free, reads, report)
     data["algorithm"] = algorithm
+    return free
 
 
 def _give(slot: Slot, key: str, value: Any, report: Report) -> None:

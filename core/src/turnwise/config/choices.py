@@ -80,7 +80,7 @@ def find_choices(data: dict[str, Any], registry: Registry, report: Report) -> li
 
 
 def _default(cls: type, key: str) -> Any:
-    default = attrs.fields_dict(cls)[key].default
+    default: Any = attrs.fields_dict(cls)[key].default
     return default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
 
 
@@ -100,7 +100,10 @@ def _slot(data: dict[str, Any], path: Path, kind: str, registry: Registry, repor
     name, options, inside = read
     try:
         entry = registry.find(kind, name)
-        return Slot(path, kind, entry, entry.config_class(), dict(options), inside)
+        cls = entry.config_class()
+        if cls is not None and not attrs.has(cls):
+            raise PluginError(f"{kind} {name!r} (from {entry.distribution}): its config class {cls!r} is no attrs class. Fix: repair the plugin.")
+        return Slot(path, kind, entry, cls, dict(options), inside)
     except PluginError as error:
         report.cause = report.cause or error
         named = next((key for key in ("use", "strategy_name") if isinstance(value, Mapping) and key in value), None)

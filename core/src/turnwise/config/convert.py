@@ -1,4 +1,4 @@
-"""Strict conversion of plain data to attrs classes by cattrs: no coercion, no unknown key, every mistake with its path."""
+"""Strict conversion of plain data to attrs classes by cattrs (no coercion, no unknown key, every mistake with its path), and back."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cattrs.errors import AttributeValidationNote, BaseValidationError, Iterable
 from cattrs.gen import make_dict_structure_fn
 
 from turnwise.config.report import Path
-from turnwise.config.schema import Choice
+from turnwise.config.schema import Choice, RunConfig
 from turnwise.errors import did_you_mean, listed
 
 Problem = tuple[Path, str]
 """A path inside the converted value, and what is wrong there."""
 
 
-class Wrong(ValueError):
+class WrongTypeError(ValueError):
     """A value of another type than the key's."""
 
     def __init__(self, value: Any, needed: str, fix: str = "") -> None:
@@ -84,33 +84,33 @@ def _fix(value: Any, needed: str) -> str:
 
 def _int(value: Any, _: Any = None) -> int:
     if type(value) is not int:
-        raise Wrong(value, describe(int))
+        raise WrongTypeError(value, describe(int))
     return value
 
 
 def _float(value: Any, _: Any = None) -> float:
     if type(value) not in (int, float):
-        raise Wrong(value, describe(float))
+        raise WrongTypeError(value, describe(float))
     if math.isnan(value):
-        raise Wrong(value, describe(float), " Fix: write a number that is one")
+        raise WrongTypeError(value, describe(float), " Fix: write a number that is one")
     return float(value)
 
 
 def _bool(value: Any, _: Any = None) -> bool:
     if type(value) is not bool:
-        raise Wrong(value, describe(bool))
+        raise WrongTypeError(value, describe(bool))
     return value
 
 
 def _str(value: Any, _: Any = None) -> str:
     if type(value) is not str:
-        raise Wrong(value, describe(str))
+        raise WrongTypeError(value, describe(str))
     return value
 
 
 def _choice(value: Any, _: Any = None) -> Choice:
     if not isinstance(value, Choice):
-        raise Wrong(value, describe(Choice))
+        raise WrongTypeError(value, describe(Choice))
     return value
 
 
@@ -141,9 +141,9 @@ def _list_factory(annotation: Any, converter: Converter) -> Any:
 
     def hook(value: Any, _: Any = None) -> Any:
         if not isinstance(value, list | tuple):
-            raise Wrong(value, describe(annotation))
+            raise WrongTypeError(value, describe(annotation))
         if fixed and len(value) != len(args):
-            raise Wrong(value, f"a list of {len(args)}")
+            raise WrongTypeError(value, f"a list of {len(args)}")
         return inner(value, annotation)
 
     return hook
@@ -151,11 +151,11 @@ def _list_factory(annotation: Any, converter: Converter) -> Any:
 
 def _mapping_factory(annotation: Any, converter: Converter) -> Any:
     args = get_args(annotation) or (Any, Any)
-    inner = mapping_structure_factory(dict[args], converter)  # type: ignore[valid-type]
+    inner = mapping_structure_factory(dict[args], converter)  # type: ignore[misc, valid-type]
 
     def hook(value: Any, _: Any = None) -> Any:
         if not isinstance(value, Mapping):
-            raise Wrong(value, describe(annotation))
+            raise WrongTypeError(value, describe(annotation))
         return inner(value, dict)
 
     return hook
@@ -168,7 +168,7 @@ def _class_factory(cls: Any, converter: Converter) -> Any:
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise Wrong(value, describe(cls))
+            raise WrongTypeError(value, describe(cls))
         return inner({str(k): v for k, v in value.items()}, cls)
 
     return hook
@@ -197,7 +197,7 @@ def _union_factory(annotation: Any, converter: Converter) -> Any:
         literal = [m for m in members if get_origin(m) is Literal]
         if literal and isinstance(value, str):
             return converter.structure(value, literal[0])
-        raise Wrong(value, describe(annotation))
+        raise WrongTypeError(value, describe(annotation))
 
     return hook
 
@@ -266,6 +266,33 @@ def _step(error: BaseException) -> Path:
         if isinstance(note, IterableValidationNote):
             return (note.index,)
     return ()
+
+
+def to_plain(config: RunConfig) -> dict[str, Any]:
+    """The resolved configuration as dicts, lists, numbers, text and null, with every default and every option of the plugins.
+
+    A choice is `{"use": name, **options}`, a role's strategy_args `{"strategy_name": name, "strategy_config": options}`."""
+    whole = plain(config)
+    assert isinstance(whole, dict)
+    for role in ("actor_train", "actor_infer", "reference", "critic"):
+        args = whole[role] and whole[role]["strategy_args"]
+        if args:
+            whole[role]["strategy_args"] = {"strategy_name": args.pop("use"), "strategy_config": args}
+    return whole
+
+
+def plain(value: Any) -> Any:
+    """Any part of a configuration as plain data."""
+    if isinstance(value, Choice):
+        options = plain(value.config) if attrs.has(type(value.config)) else {}
+        return {"use": value.name, **{str(k): plain(v) for k, v in value.options.items()}, **options}
+    if attrs.has(type(value)):
+        return {a.name: plain(getattr(value, a.name)) for a in attrs.fields(type(value)) if a.init}
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    return str(value) if isinstance(value, FilePath) else value
 
 
 _CONVERTER = _converter()

@@ -47,7 +47,9 @@ def _include(entry: Any, index: int, where: str, file: FilePath, found: Includes
     """Read one entry; why it cannot be read, or the empty string."""
     if isinstance(entry, dict) and len(entry) == 1:
         group, option = next(iter(entry.items()))
-        return f"{entry!r} selects from a group, which is not supported. Fix: name the file: `- {str(group).removeprefix('override ')}/{option}@_here_`"
+        return (
+            f"{entry!r} selects from a group, which is not supported. Fix: name the file: `- {str(group).removeprefix('override ')}/{option}@_here_`"
+        )
     if not isinstance(entry, str):
         return f"{entry!r} is not the name of a file. Fix: `- ../config/envs@_here_`, a YAML file relative to this one"
     if entry == "_self_":

@@ -82,6 +82,11 @@ class Report:
         if line not in self.notes:
             self.notes.append(line)
 
+    def plain(self, line: str) -> None:
+        """A mistake whose line is already written, place included."""
+        where, _, number = line.split(": ", 1)[0].rpartition(":")
+        self._problems.setdefault(line, (where, int(number) if number.isdigit() else 0))
+
     def unusable(self, path: Path, text: str) -> None:
         """A mistake that leaves no value behind: what else is wrong there is not told."""
         self.error(path, text)
@@ -109,9 +114,8 @@ class Report:
 def at(data: Any, path: Path, default: Any = None) -> Any:
     """The value at `path` in plain data, or `default`."""
     for part in path:
-        if isinstance(data, Mapping) and part in data:
-            data = data[part]
-        elif isinstance(data, list) and isinstance(part, int) and -len(data) <= part < len(data):
+        listed = isinstance(data, list) and isinstance(part, int) and -len(data) <= part < len(data)
+        if listed or (isinstance(data, Mapping) and part in data):
             data = data[part]
         else:
             return default

@@ -78,7 +78,9 @@ def _create(data: dict[Any, Any], report: Report) -> DictConfig:
             try:
                 OmegaConf.create({"value": value})
             except OmegaConfBaseException as error:
-                report.unusable(path, f"{value!r} is not a well-formed interpolation: {_first(error)}. Fix: `${{key}}`; write `\\${{` for the text itself")
+                report.unusable(
+                    path, f"{value!r} is not a well-formed interpolation: {_first(error)}. Fix: `${{key}}`; write `\\${{` for the text itself"
+                )
                 return None
         return value
 
@@ -93,7 +95,9 @@ def _override(config: DictConfig, override: str, report: Report) -> None:
     match = _OVERRIDE.match(override)
     if override.startswith("~") or not match:
         report.sources.places[(override,)] = label
-        report.error((override,), "an override is written key=value. Fix: for example actor_train.training_args.learning_rate=1e-6 (key=null to unset)")
+        report.error(
+            (override,), "an override is written key=value. Fix: for example actor_train.training_args.learning_rate=1e-6 (key=null to unset)"
+        )
         return
     keys = [part for part in re.split(r"[.\[\]]+", match[1].strip()) if part]
     path: Path = ()
@@ -140,11 +144,16 @@ def add_presets(merged: Merged, known: Mapping[str, Mapping[str, Any]]) -> list[
 def resolve(merged: Merged, report: Report) -> dict[str, Any]:
     """Plain data with every `${…}` replaced. What cannot be resolved is reported and left null."""
     if not OmegaConf.has_resolver("now"):
-        OmegaConf.register_new_resolver("now", lambda pattern="%Y-%m-%d_%H-%M-%S": datetime.now().strftime(pattern), use_cache=True)
+        register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver  # the newer name, from 2.4 on
+        register("now", _now, use_cache=True)
     raw = _plain(merged.config)
     for key in list(raw):  # where a copied block was written, known before anything inside it is reported
         _note_copies(raw[key], (key,), report)
     return {str(key): _resolved(merged.config, key, raw[key], (key,), report, raw) for key in raw}
+
+
+def _now(pattern: str = "%Y-%m-%d_%H-%M-%S") -> str:
+    return datetime.now().strftime(pattern)
 
 
 def _note_copies(value: Any, path: Path, report: Report) -> None:

@@ -1,5 +1,7 @@
 """The schema: one attrs class per block of the YAML. Key names are the field's; docs/configuration.md is generated from here."""
 
+# ruff: noqa: RUF009 (key and required are attrs fields)
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -154,6 +156,7 @@ class RunConfig:
     render_save_dir: str | None = key(None, "folder for GIFs of evaluated episodes; null: none")
     render_episodes: int = key(2, "evaluated episodes per tag that are rendered")
     rollout_dump_dir: str | None = key(None, "folder for the trajectories of every step; null: none")
+    num_gpus_per_node: int | None = key(None, "devices that the run expects; `check` compares it with those found")
     plugins: tuple[str, ...] = key((), "what the run needs: requirement strings, modules, .py files; no:NAME blocks a plugin")
     vars: Mapping[str, Any] = key(dict, "free values for interpolation")
     runtime: Choice = key(lambda: Choice("local"), "where the roles live")

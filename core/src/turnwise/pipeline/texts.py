@@ -10,18 +10,15 @@ import numpy as np
 from attrs import evolve
 
 from turnwise.contracts.inference import Request
-from turnwise.contracts.train import Offer
+from turnwise.contracts.player import Player, chosen
 from turnwise.data.trajectory import Generation
 from turnwise.rollout import RolloutSettings, Scheduler, TagPlan
 
 EPISODES = 64
 
 
-class _Recorder:
+class _Recorder(Player):
     """A player that chooses among the legal actions and writes down every message that it is shown."""
-
-    input = "messages"
-    transports = ()
 
     def __init__(self) -> None:
         self.texts: dict[str, None] = {}
@@ -34,33 +31,7 @@ class _Recorder:
             self.texts.update(dict.fromkeys(parts))
         self.texts.update(dict.fromkeys(request.actions))
         rng = np.random.default_rng(request.seed)
-        text = str(rng.choice(request.actions)) if request.actions else ""
-        return Generation(text=text, ids=None, logprobs=None, versions=None, finish="stop")
-
-    def live(self, episodes: int) -> None:
-        """It waits for nobody."""
-
-    async def receive(self, offer: Offer) -> int:
-        """It has no weights."""
-        return offer.version
-
-    async def pause(self) -> None:
-        """It is never in the middle of anything."""
-
-    async def resume(self) -> None:
-        """As `pause`."""
-
-    async def abort(self, request: Request) -> None:
-        """It answers at once, so there is nothing to drop."""
-
-    async def sleep(self) -> None:
-        """It holds no memory."""
-
-    async def wake(self) -> None:
-        """As `sleep`."""
-
-    async def close(self) -> None:
-        """It holds nothing."""
+        return chosen(str(rng.choice(request.actions)) if request.actions else "")
 
 
 def environment_texts(plans: Sequence[TagPlan], seed: int) -> list[str]:

@@ -72,7 +72,7 @@ def weighted_rows(batch: Batch, everything: Rows, planned: PlannedUpdate, config
     from attrs import evolve
 
     rows = everything.select(planned.rows)
-    sampled = np.add.reduceat(rows.response_mask, rows.offsets[:-1], dtype=np.int64) if len(rows) else np.zeros(0, np.int64)
+    sampled = np.diff(np.concatenate([[0], np.cumsum(rows.response_mask)])[rows.offsets])
     per_row = token_coefficients(
         config.loss_agg_mode,
         config.loss_agg_unit,

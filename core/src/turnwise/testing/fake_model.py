@@ -28,7 +28,7 @@ IMAGE_TOKENS = 4
 class FakeChat:
     """A chat format without a tokenizer: header id, one id per byte, end id; an image is four ids."""
 
-    stop_ids = (END,)
+    stop_ids: tuple[int, ...] = (END,)
 
     def render(self, messages: Sequence[Message], images: Sequence[np.ndarray] = (), tools: Sequence[dict[str, Any]] | None = None) -> np.ndarray:
         """int32 ids of the conversation, ending with the assistant's header."""

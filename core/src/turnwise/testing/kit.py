@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from turnwise.errors import MachineError, PluginError, did_you_mean, listed
 from turnwise.hookspecs import KINDS
 from turnwise.plugins import Entry, registry
-
-if TYPE_CHECKING:
-    from turnwise.testing.pytest_plugin import ConformancePlugin
 
 CONTRACTS = Path(__file__).with_name("contracts")
 FAKES = "turnwise.testing.plugin"
@@ -27,15 +23,12 @@ def run_conformance(name: str, kind: str | None = None, strict: bool = False) ->
         import pytest
     except ImportError as error:
         raise MachineError("test-plugin needs pytest, not installed. Fix: pip install 'turnwise[testing]'") from error
-    entries = _chosen(name, kind)
-    return int(pytest.main(_arguments(entries), plugins=[_plugin(entries, strict)]))
-
-
-def _plugin(entries: list[Entry], strict: bool) -> ConformancePlugin:
-    from turnwise.testing.pytest_plugin import ConformancePlugin
+    from turnwise.testing import pytest_plugin
     from turnwise.testing.subject import Subject
 
-    return ConformancePlugin([Subject(entry) for entry in entries], strict)
+    entries = _chosen(name, kind)
+    chosen = pytest_plugin.ConformancePlugin([Subject(entry) for entry in entries], strict)
+    return int(pytest.main(_arguments(entries), plugins=[pytest_plugin, chosen]))
 
 
 def _chosen(name: str, kind: str | None) -> list[Entry]:

@@ -11,8 +11,15 @@ import pytest
 from turnwise.testing.subject import Subject
 
 
+@pytest.fixture(scope="session")
+def runner() -> Iterator[asyncio.Runner]:
+    """One event loop for all contract tests, as in a run."""
+    with asyncio.Runner() as shared:
+        yield shared
+
+
 class ConformancePlugin:
-    """Gives contract tests `implementation` (one test per subject of the file's kind) and `runner` (one event loop for all)."""
+    """Gives contract tests `implementation`: one test per subject of the file's kind."""
 
     def __init__(self, subjects: list[Subject], strict: bool) -> None:
         self._subjects = subjects
@@ -23,12 +30,6 @@ class ConformancePlugin:
         if "implementation" in metafunc.fixturenames:
             mine = [subject for subject in self._subjects if subject.entry.kind == metafunc.module.KIND]
             metafunc.parametrize("implementation", [_parameter(subject) for subject in mine])
-
-    @pytest.fixture(scope="session")
-    def runner(self) -> Iterator[asyncio.Runner]:
-        """An event loop that outlives the tests, as in a run."""
-        with asyncio.Runner() as runner:
-            yield runner
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, Any, Any]:

@@ -11,12 +11,11 @@ import pytest
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
 from turnwise.contracts.train import Offer
 from turnwise.errors import ConfigError, EngineError
-from turnwise_gymnasium.config import WalkerConfig
 from turnwise_gymnasium.fixtures import walker_fixture
 from turnwise_gymnasium.frozen_lake import ACTIONS, FrozenLake
 from turnwise_gymnasium.walker import FrozenLakeWalker
 
-WALKER = FrozenLakeWalker(WalkerConfig(), InferenceContext(None, None))
+WALKER = FrozenLakeWalker(None, InferenceContext(None, None))
 
 
 def ask(content: Any, seed: int = 0, actions: tuple[str, ...] = ACTIONS, walker: FrozenLakeWalker = WALKER) -> str:
@@ -83,13 +82,6 @@ def test_the_generation_is_text_alone_and_the_rest_of_the_contract_answers() -> 
 
     asyncio.run(use())
     assert (walker.input, walker.transports) == ("messages", ())
-
-
-def test_the_template_wraps_the_answer_and_must_hold_the_action() -> None:
-    wrapped = FrozenLakeWalker(WalkerConfig(template="<answer>{action}</answer>"), InferenceContext(None, None))
-    assert ask("The goal is 1 up.", walker=wrapped) == "<answer>Up</answer>"
-    with pytest.raises(ConfigError, match="placeholder"):
-        WalkerConfig(template="Up")
 
 
 def test_it_succeeds_as_often_as_measured() -> None:

@@ -258,6 +258,13 @@ def test_what_cannot_work_is_refused_before_the_model_is_loaded(build: Build, ch
         build(model=Path("/nowhere"), **changes)
 
 
+def test_a_missing_package_is_the_machines_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    context = TrainContext(model=Path("/nowhere"), role="reference", trainable=False, attn_implementation="flash_attention_2")
+    problems = TorchStrategy.check(TorchConfig(), context)
+    assert problems == ["machine: reference.model_args.attn_implementation: flash_attention_2 needs the package flash_attn. Fix: sdpa"]
+
+
 def test_a_shared_offer_names_the_living_model_until_close(build: Build, update: Update) -> None:
     strategy = build()
     offer = strategy.offer("shared", 3)

@@ -46,7 +46,8 @@ class Hand:
         tasks = getattr(self.environment, "num_tasks", None)
         options = {} if tasks is None else {"options": {"index": seed % tasks}}
         observation, self._info = check_reset(self.call(self.environment.reset(seed=seed, **options)), "environment")
-        self.log, self.done, self._draw = [observation, _told(self._info)], False, np.random.default_rng(seed)
+        self.log, self.done = [observation, _told(self._info)], False
+        self._draw = np.random.default_rng(0)  # the same choices for every seed: what differs comes from the environment
 
     def step(self) -> None:
         legal = tuple(self._info.get("actions") or self.texts)

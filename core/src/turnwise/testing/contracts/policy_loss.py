@@ -66,23 +66,17 @@ def test_shape_and_metrics(implementation: Subject, torch: Any) -> None:
         assert not values.requires_grad, f"metric {name!r} carries a gradient. Fix: detach it."
 
 
-def test_gradient_flows_only_through_the_new_log_probs(implementation: Subject, torch: Any) -> None:
+def test_gradient_flows_through_the_new_log_probs_alone(implementation: Subject, torch: Any) -> None:
     columns = random_columns(torch)
-    floats = [name for name, column in columns.items() if column.is_floating_point() and name != "scores"]
-    for name in floats:
-        columns[name].requires_grad_()
-    # the ratio's own path to the old log-probs is cut: they are data in training
-    known = view(columns | {"old_log_probs": columns["old_log_probs"].detach()})
-    inputs = LossView(**{name: getattr(known, name) for name in LossView.__annotations__} | {"old_log_probs": columns["old_log_probs"]})
-    loss, _ = build(implementation).loss(inputs)
-    gradients = torch.autograd.grad(loss.sum(), [columns[name] for name in floats], allow_unused=True)
-    for name, gradient in zip(floats, gradients):
-        used = gradient is not None and bool((gradient != 0).any())
-        if name == "log_probs":
-            assert used, "no gradient reaches the new log-probs."
-            assert torch.isfinite(gradient).all()
-        else:
-            assert not used, f"a gradient flows through {name!r}. Fix: detach it."
+    before = {name: column.clone() for name, column in columns.items()}
+    tracked = {name: columns[name].requires_grad_() for name in ("log_probs", "entropy")}  # the rest is data in training
+    loss, _ = build(implementation).loss(view(columns))
+    assert loss.requires_grad, "the loss carries no gradient. Fix: compute it from view.log_probs or view.log_ratio."
+    through, beside = torch.autograd.grad(loss.sum(), list(tracked.values()), allow_unused=True)
+    assert through is not None, "no gradient reaches the new log-probs."
+    assert (through != 0).any(), "no gradient reaches the new log-probs."
+    assert beside is None or not beside.any(), "a gradient flows through the entropy. Fix: detach it; its bonus is the objective's own term."
+    assert all(torch.equal(before[name], column) for name, column in columns.items()), "loss changed a column of the view in place."
 
 
 def test_the_order_of_the_samples_does_not_matter(implementation: Subject, torch: Any) -> None:

@@ -27,7 +27,6 @@ def inference_backends() -> list[Implementation]:
         Implementation(
             "frozen_lake_walker",
             target="turnwise_gymnasium.walker:FrozenLakeWalker",
-            config="turnwise_gymnasium.config:WalkerConfig",
             fixtures="turnwise_gymnasium.fixtures:walker_fixture",
             summary="a baseline without a model: walks toward the goal of frozen_lake and ignores the holes",
         )

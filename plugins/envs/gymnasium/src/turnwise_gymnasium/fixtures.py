@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
-from turnwise_gymnasium.config import WalkerConfig
 
 
 def bridge_fixture() -> dict[str, Any]:
@@ -20,4 +19,4 @@ def _request(seed: int = 0) -> Request:
 
 def walker_fixture() -> dict[str, Any]:
     """`config`, `context`, and `request(seed)`: a Request that the walker can answer."""
-    return {"config": WalkerConfig(), "context": InferenceContext(None, None), "request": _request}
+    return {"config": None, "context": InferenceContext(None, None), "request": _request}

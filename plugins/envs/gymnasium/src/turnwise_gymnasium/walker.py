@@ -5,32 +5,27 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from typing import Literal
 
 from turnwise.contracts.chat import Message
 from turnwise.contracts.inference import InferenceContext, Request
-from turnwise.contracts.train import Offer
+from turnwise.contracts.player import Player, chosen
 from turnwise.data.trajectory import Generation
 from turnwise.errors import EngineError
-from turnwise_gymnasium.config import WalkerConfig
 
 _SENTENCE = re.compile(r"The goal is ((?:\d+ (?:down|up))?\s?(?:\d+ (?:left|right))?)\.")
 
 
-class FrozenLakeWalker:
+class FrozenLakeWalker(Player):
     """The inference backend `frozen_lake_walker`: reads "The goal is 2 down 1 right." in the last user message.
 
     It answers with one of the directions named there, drawn by the request's seed; where none is legal, with a legal action so drawn.
     """
 
-    input: Literal["ids", "messages"] = "messages"
-    transports: tuple[str, ...] = ()
-
-    def __init__(self, config: WalkerConfig, context: InferenceContext) -> None:
-        self._template = config.template
+    def __init__(self, config: None, context: InferenceContext) -> None:
+        """Neither option nor context matters to it."""
 
     async def generate(self, request: Request) -> Generation:
-        """The chosen direction as text, without ids, log-probs or versions. Raises EngineError if the sentence is not there."""
+        """The chosen direction, without ids, log-probs or versions. Raises EngineError if the sentence is not there."""
         text = _last_user_text(request.messages or ())
         found = _SENTENCE.findall(text)
         if not found:
@@ -46,32 +41,7 @@ class FrozenLakeWalker:
                 "no direction is left and the request names no legal action, frozen_lake_walker. Fix: info['actions'] of the environment."
             )
         action = random.Random(request.seed).choice(choices)
-        return Generation(text=self._template.replace("{action}", action), ids=None, logprobs=None, versions=None, finish="stop")
-
-    def live(self, episodes: int) -> None:
-        """It waits for nobody."""
-
-    async def receive(self, offer: Offer) -> int:
-        """Raises EngineError: it has no weights."""
-        raise EngineError("frozen_lake_walker takes no weights. Fix: use it for evaluation and rollout only.")
-
-    async def pause(self) -> None:
-        """Nothing runs between two calls."""
-
-    async def resume(self) -> None:
-        """Undo `pause`."""
-
-    async def abort(self, request: Request) -> None:
-        """Nothing waits."""
-
-    async def sleep(self) -> None:
-        """It holds no device memory."""
-
-    async def wake(self) -> None:
-        """Undo `sleep`."""
-
-    async def close(self) -> None:
-        """Nothing to release; may be called twice."""
+        return chosen(action)
 
 
 def _last_user_text(messages: Sequence[Message]) -> str:

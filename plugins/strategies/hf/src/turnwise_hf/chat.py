@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import jinja2
 import numpy as np
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from turnwise.contracts.chat import Message
 from turnwise.data.trajectory import int32
@@ -62,7 +62,7 @@ class HfChat:
         """Raises ConfigError for a folder without a usable tokenizer or chat template."""
         self.folder = Path(folder)
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+            self.tokenizer = _load_tokenizer(self.folder)
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise ConfigError(f"cannot load the tokenizer in {self.folder}: {_first_line(error)}. Fix: save it with save_pretrained") from error
         if not self.tokenizer.chat_template:
@@ -201,6 +201,15 @@ def _key(messages: Sequence[Message]) -> Hashable:
         else json.dumps(message, sort_keys=True)
         for message in messages
     )
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    """The tokenizer as the folder means it: exactly its tokenizer.json where it names no architecture's class, else by `AutoTokenizer`
+    (which would rebuild the pipeline for some architectures, see `tokenizers.save_tokenizer`)."""
+    settings = folder / "tokenizer_config.json"
+    named = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
+    as_it_is = named in ("TokenizersBackend", "PreTrainedTokenizerFast") and (folder / "tokenizer.json").is_file()
+    return (PreTrainedTokenizerFast if as_it_is else AutoTokenizer).from_pretrained(folder, local_files_only=True)
 
 
 def _first_line(error: BaseException) -> str:

@@ -28,6 +28,7 @@ from turnwise.errors import ConfigError, MachineError
 from turnwise_hf.config import Recipe
 from turnwise_hf.folder import folder_problems
 from turnwise_hf.tokenizers import build_tokenizer, save_tokenizer
+from turnwise_torch.models import quiet
 
 _ARCHITECTURES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -72,8 +73,9 @@ def _digest(recipe: Recipe, texts: Sequence[str], seed: int) -> str:
 
 def _write(recipe: Recipe, texts: Sequence[str], seed: int, folder: Path) -> None:
     tokenizer = build_tokenizer(recipe, texts)
+    with quiet():
+        build_model(recipe, tokenizer, seed).save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
-    build_model(recipe, tokenizer, seed).save_pretrained(folder)
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> Any:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, MachineError
 from turnwise_hf.config import Recipe
 
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -43,8 +44,28 @@ def build_tokenizer(recipe: Recipe, texts: Iterable[str]) -> PreTrainedTokenizer
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and the chat template into `folder`."""
+    """tokenizer.json, tokenizer_config.json and the chat template into `folder`, for a model beside them whose config.json is written.
+
+    For some architectures (qwen2) `AutoTokenizer` of transformers 5 ignores the class that a folder names and rebuilds the architecture's
+    own pipeline around the vocabulary, which loses words. An `auto_map` switches that off; it names no code.
+    """
     tokenizer.save_pretrained(folder)
+    if not is_same_tokenizer(AutoTokenizer.from_pretrained(folder), tokenizer):
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({**settings, "auto_map": {"AutoTokenizer": [None, None]}}, indent=2), encoding="utf-8")
+    if not is_same_tokenizer(AutoTokenizer.from_pretrained(folder), tokenizer):
+        raise MachineError("this version of transformers does not load the recipe's tokenizer as it was saved. Fix: transformers>=5.16.1,<5.20")
+
+
+def is_same_tokenizer(one: Any, other: Any) -> bool:
+    """Whether two fast tokenizers cut text by the same pipeline."""
+    return _pipeline(one) == _pipeline(other)
+
+
+def _pipeline(tokenizer: Any) -> list[Any]:
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    return [content[part] for part in ("model", "normalizer", "pre_tokenizer", "decoder", "added_tokens")]
 
 
 def pieces(text: str) -> list[str]:

@@ -39,7 +39,7 @@ class TorchStrategy:
         self.context = context
         problems = self.check(self.config, context)
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError([line.removeprefix("machine: ") for line in problems])
         torch.manual_seed(context.seed)  # for policy losses that draw random numbers; nothing here does
         self.device = device_of(context)
         self.transports: tuple[str, ...] = ("shared", "safetensors") if context.head == "lm" else ()
@@ -58,21 +58,21 @@ class TorchStrategy:
 
     @staticmethod
     def check(config: TorchConfig, context: TrainContext) -> list[str]:
-        """What can be known before the model is loaded: one line per problem."""
+        """What can be known before the model is loaded: one line per problem, `machine: …` for what only this machine lacks."""
         role, problems = context.role, []
         if len(context.devices) > 1:
             problems.append(
                 f"{role}.device_mapping names {len(context.devices)} devices, strategy torch uses one. Fix: name one, or use a distributed strategy"
             )
-        elif context.devices and torch.cuda.is_available() and context.devices[0] >= torch.cuda.device_count():
-            problems.append(f"{role}.device_mapping needs GPU {context.devices[0]}, found {torch.cuda.device_count()} GPUs")
         if context.trainable and context.dtype == "fp16":
             problems.append(f"{role}.model_args.dtype: fp16 cannot be trained by strategy torch, which scales no losses. Fix: bf16 or fp32")
         if context.temperature <= 0:
             problems.append(f"{role} needs a sampling temperature over 0 (log-probs are of logits / temperature), got {context.temperature}")
         if context.attn_implementation.startswith("flash_attention"):
             if importlib.util.find_spec("flash_attn") is None:
-                problems.append(f"{role}.model_args.attn_implementation: {context.attn_implementation} needs the package flash_attn. Fix: sdpa")
+                problems.append(
+                    f"machine: {role}.model_args.attn_implementation: {context.attn_implementation} needs the package flash_attn. Fix: sdpa"
+                )
             if context.dtype == "fp32":
                 problems.append(f"{role}.model_args.attn_implementation: {context.attn_implementation} needs dtype bf16 or fp16. Fix: sdpa")
         if context.trainable and context.objective is None:

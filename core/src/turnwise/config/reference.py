@@ -1,0 +1,96 @@
+"""docs/configuration.md, made from the schema: every key with its type, default and meaning."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import attrs
+
+from turnwise.config import schema
+from turnwise.config.convert import plain
+from turnwise.contracts.inference import GeneratingArgs
+from turnwise.data.normalise import RewardNormalization
+
+BLOCKS: tuple[tuple[str, type], ...] = (
+    ("The run", schema.RunConfig),
+    ("actor_train, actor_infer, reference, critic", schema.Role),
+    ("model_args", schema.ModelArgs),
+    ("training_args", schema.TrainingArgs),
+    ("generating_args", GeneratingArgs),
+    ("train_env_manager, val_env_manager", schema.EnvManagerConfig),
+    ("custom_envs.TAG", schema.CustomEnv),
+    ("reward_normalization", RewardNormalization),
+    ("entropy_loss_coef as a range", schema.CoefRange),
+    ("rollout_mock", schema.RolloutMock),
+)
+
+INTRO = """# Configuration
+
+Generated from `turnwise.config.schema`. `turnwise check FILE` tells every mistake of a file at once, with its line.
+
+- Types are strict: `"8"` is no number, `true` is no number. `1e-6` is one.
+- `${a.b}` reads another key, `${oc.env:NAME}` the environment, `${now:%Y-%m-%d}` the date. `key=value` on the command line overrides.
+- `defaults: [../config/envs@_here_]` merges another file under this one.
+- **choice**: an implementation by name (`adv_estimator: grpo`), or a mapping with its options (`adv_estimator: {use: grpo, …}`). The options are
+  in the README of its plugin; those of `adv_estimator`, `pg_variant`, `batch_adjust_mode` and `group_filters` may stand at the top level too.
+- `device_mapping` takes `[0, 1]` and `list(range(0,4))`.
+"""
+
+
+def reference() -> str:
+    """The text of docs/configuration.md."""
+    return INTRO + "".join(_block(title, cls) for title, cls in BLOCKS)
+
+
+def _block(title: str, cls: Any) -> str:
+    fields = [a for a in attrs.fields(cls) if a.init and not (cls is schema.RunConfig and a.name == "algorithm")]
+    documented = any("doc" in a.metadata for a in fields)
+    head = "| key | type | default |" + (" |" if documented else "")
+    rows = [head, "|---" * (4 if documented else 3) + "|"]
+    for a in fields:
+        doc = f" {_cell(a.metadata.get('doc', ''))} |" if documented else ""
+        rows.append(f"| `{a.name}` | {_type(a.type)} | {_default(a.default)} |{doc}")
+    about = " ".join((cls.__doc__ or "").split())
+    return f"\n## {title}\n\n{about}\n\n" + "\n".join(rows) + "\n"
+
+
+def _type(annotation: Any) -> str:
+    text = annotation if isinstance(annotation, str) else str(annotation)
+    for python, words in (
+        ("tuple[Choice, ...]", "list of choices"),
+        ("tuple[str, ...]", "list of texts"),
+        ("tuple[int, ...]", "list of whole numbers"),
+        ("Mapping[str, CustomEnv]", "mapping of custom_envs.TAG"),
+        ("Mapping[str, Any]", "mapping"),
+        ("Mapping[str, str]", "mapping of texts"),
+        ("Choice", "choice"),
+        ("GeneratingArgs", "generating_args"),
+        ("ModelArgs", "model_args"),
+        ("TrainingArgs", "training_args"),
+        ("EnvManagerConfig", "block"),
+        ("RewardNormalization", "reward_normalization"),
+        ("RolloutMock", "block"),
+        ("CoefRange", "{start, end}"),
+        ("Role", "role"),
+        ("None", "null"),
+    ):
+        text = text.replace(python, words)
+    return _cell(text.removeprefix("Literal[").removesuffix("]").replace('"', "`") if text.startswith("Literal[") else text)
+
+
+def _default(default: Any) -> str:
+    if default is attrs.NOTHING:
+        return "**required**"
+    if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
+        default = default.factory()
+        if attrs.has(type(default)) and not isinstance(default, schema.Choice):
+            return "its defaults"
+    value = plain(default)
+    names = [c["use"] for c in value] if isinstance(value, list) and value and isinstance(value[0], dict) else value
+    shown = names["use"] if isinstance(names, dict) and "use" in names else names
+    return f"`{json.dumps(shown, ensure_ascii=False)}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

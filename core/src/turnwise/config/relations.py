@@ -1,0 +1,286 @@
+"""What must hold between keys: ranges, batch arithmetic, sampling, and settings that have no effect together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from attrs import evolve
+
+from turnwise.config.report import Path, Report
+from turnwise.config.schema import CoefRange, EnvManagerConfig, Role, RunConfig
+from turnwise.errors import PluginError, did_you_mean
+from turnwise.plugins import Registry
+
+Check = Callable[[Any], bool]
+
+POSITIVE: tuple[str, ...] = (
+    "max_steps", "rollout_batch_size", "val_batch_size", "sequence_length", "ppo_epochs", "logging_steps", "max_ckpt_to_keep",
+    "model_update_buffer_size_mb", "runtime_timeout", "max_grad_norm", "advantage_clip", "reward_clip", "value_clip", "loss_scale_factor",
+    "kl_horizon", "target_kl", "num_gpus_per_node",
+    "ROLE.training_args.per_device_train_batch_size", "ROLE.training_args.gradient_accumulation_steps", "ROLE.training_args.max_grad_norm",
+    "ROLE.max_tokens_per_microbatch_in_train", "ROLE.max_tokens_per_microbatch_in_infer", "ROLE.request_timeout", "ROLE.weight_sync_timeout",
+    "ROLE.generating_args.max_new_tokens", "MANAGER.generating_args.max_new_tokens",
+    "MANAGER.num_env_groups", "MANAGER.group_size", "MANAGER.max_env_num_per_worker", "MANAGER.step_timeout", "MANAGER.reset_timeout",
+    "custom_envs.TAG.max_steps", "custom_envs.TAG.max_tokens_per_step", "custom_envs.TAG.max_env_step_concurrent",
+)  # fmt: skip
+NOT_NEGATIVE: tuple[str, ...] = (
+    "seed", "val_seed", "save_steps", "eval_steps", "render_episodes", "init_kl_coef", "kl_loss_coef",
+    "ROLE.training_args.learning_rate", "ROLE.training_args.weight_decay", "ROLE.training_args.warmup_steps", "ROLE.infer_batch_size",
+    "ROLE.generating_args.temperature", "ROLE.generating_args.top_k", "MANAGER.generating_args.temperature", "MANAGER.generating_args.top_k",
+    "MANAGER.max_env_retries",
+)  # fmt: skip
+SHARES: tuple[str, ...] = ("gamma", "lambd", "ROLE.training_args.warmup_ratio", "MANAGER.max_env_failure_rate")
+TOP_P: tuple[str, ...] = ("ROLE.generating_args.top_p", "MANAGER.generating_args.top_p")
+
+RANGES: tuple[tuple[tuple[str, ...], Check, str], ...] = (
+    (POSITIVE, lambda v: 0 < v < math.inf, "must be positive"),
+    (NOT_NEGATIVE, lambda v: 0 <= v < math.inf, "must not be negative"),
+    (SHARES, lambda v: 0 <= v <= 1, "must be between 0 and 1"),
+    (TOP_P, lambda v: 0 < v <= 1, "must be above 0 and at most 1 (1 switches it off)"),
+)
+COMPARE_IN_GROUPS = frozenset({"grpo", "gigpo", "rloo", "reinforce_plus_plus_baseline", "step_reinforce"})
+"""Estimators that the field knows to compare within groups unless told otherwise; a word of advice hangs on it, nothing else."""
+ROLES = ("actor_train", "actor_infer", "reference", "critic")
+MANAGERS = ("train_env_manager", "val_env_manager")
+
+
+def check_relations(config: RunConfig, registry: Registry, report: Report) -> RunConfig:
+    """Check a converted configuration; returns it without the roles that nothing needs."""
+    _ranges(config, report)
+    if report.failed:
+        return config
+    for manager in MANAGERS:
+        _manager(config, manager, report)
+    _sampling(config, report)
+    _schedule(config, report)
+    _kl(config, report)
+    _roles(config, report)
+    _updates(config, report)
+    _signal(config, report)
+    return _needed_roles(config, registry, report)
+
+
+def _ranges(config: RunConfig, report: Report) -> None:
+    for keys, holds, text in RANGES:
+        for key in keys:
+            for path, value in _values(config, key.split("."), ()):
+                if type(value) in (int, float) and not holds(value):
+                    report.error(path, f"{value!r}: {path[-1]} {text}. Fix: correct the value")
+
+
+def _values(value: Any, parts: list[str], path: Path) -> Iterator[tuple[Path, Any]]:
+    if not parts:
+        yield path, value
+        return
+    if value is None:
+        return
+    names = {"ROLE": ROLES, "MANAGER": MANAGERS, "TAG": tuple(value) if isinstance(value, dict) else ()}.get(parts[0], (parts[0],))
+    for name in names:
+        inner = value[name] if isinstance(value, dict) else getattr(value, name)
+        yield from _values(inner, parts[1:], (*path, name))
+
+
+def _manager(config: RunConfig, name: str, report: Report) -> None:
+    """Tags, partition, and groups × size."""
+    manager: EnvManagerConfig | None = getattr(config, name)
+    if manager is None:
+        return
+    for i, tag in enumerate(manager.tags):
+        if tag not in config.custom_envs:
+            known = list(config.custom_envs)
+            report.error(
+                (name, "tags", i), f"{tag!r} is no tag of custom_envs.{did_you_mean(tag, known)} Tags: {', '.join(known)}. Fix: correct it, or add it"
+            )
+        if tag in manager.tags[:i]:
+            report.error((name, "tags", i), f"{tag!r} is named twice. Fix: keep one, and give it the groups of both")
+    parts = manager.num_groups_partition
+    if len(parts) != len(manager.tags):
+        report.error(
+            (name, "num_groups_partition"),
+            f"{list(parts)} for {len(manager.tags)} tags. Fix: one number per tag, or remove the key for an even split",
+        )
+    elif sum(parts) != manager.num_env_groups or min(parts) < 0:
+        text = f"{list(parts)} adds up to {sum(parts)}, num_env_groups is {manager.num_env_groups}"
+        report.error((name, "num_groups_partition"), f"{text}. Fix: make them equal, or remove the key for an even split")
+    batch_key = "rollout_batch_size" if name == "train_env_manager" else "val_batch_size"
+    batch, product = getattr(config, batch_key), manager.num_env_groups * manager.group_size
+    if batch is not None and batch != product:
+        text = f"{batch} is not num_env_groups {manager.num_env_groups} × group_size {manager.group_size} = {product} of {name}"
+        report.error((batch_key,), f"{text}. Fix: {batch_key}: {product}{_groups_that_fit(batch, manager)}")
+
+
+def _groups_that_fit(batch: int, manager: EnvManagerConfig) -> str:
+    return "" if batch % manager.group_size else f", or num_env_groups: {batch // manager.group_size}"
+
+
+def _sampling(config: RunConfig, report: Report) -> None:
+    """Lengths and temperatures, for training and evaluation."""
+    train = config.train_env_manager.generating_args
+    train_path: Path = ("train_env_manager", "generating_args") if train else ("actor_infer", "generating_args")
+    uses = [(train_path, train or config.actor_infer.generating_args)]
+    val = config.val_env_manager
+    if val is not None and val.generating_args is not None:
+        uses.append((("val_env_manager", "generating_args"), val.generating_args))
+    for path, args in uses:
+        if args.max_new_tokens >= config.sequence_length:
+            text = f"max_new_tokens {args.max_new_tokens} leaves no room for a prompt in sequence_length {config.sequence_length}"
+            report.error((*path, "max_new_tokens"), f"{text}. Fix: lower it, or raise sequence_length")
+    if uses[0][1].temperature == 0:
+        report.error((*train_path, "temperature"), "training samples at temperature 0: every member of a group plays the same. Fix: temperature: 1")
+    if val is not None and val.group_size > 1 and val.generating_args is not None and val.generating_args.temperature == 0:
+        text = (
+            f"the {val.group_size} members of a group play the same: val_env_manager.group_size {val.group_size} with generating_args.temperature 0"
+        )
+        report.warn(("val_env_manager", "group_size"), text)
+    longest = max(args.max_new_tokens for _, args in uses)
+    for tag, env in config.custom_envs.items():
+        if env.max_tokens_per_step is not None and env.max_tokens_per_step > longest:
+            text = f"{env.max_tokens_per_step} has no effect: max_new_tokens is {longest}"
+            report.warn(("custom_envs", tag, "max_tokens_per_step"), text)
+
+
+def _schedule(config: RunConfig, report: Report) -> None:
+    for name in ("actor_train", "critic"):
+        role: Role | None = getattr(config, name)
+        if role is None:
+            continue
+        args, path = role.training_args, (name, "training_args")
+        if args.warmup_steps > config.max_steps:
+            text = f"{args.warmup_steps} is more than max_steps {config.max_steps} (both count pipeline steps)"
+            report.error((*path, "warmup_steps"), f"{text}. Fix: lower it")
+        if args.warmup_steps and args.warmup_ratio:
+            report.warn((*path, "warmup_ratio"), f"has no effect beside warmup_steps {args.warmup_steps}")
+    if config.eval_steps and config.val_env_manager is None:
+        report.error(("eval_steps",), f"{config.eval_steps}: there is nothing to evaluate on. Fix: add val_env_manager, or eval_steps: 0")
+
+
+def _kl(config: RunConfig, report: Report) -> None:
+    """The field's booleans must agree with the coefficients, which alone switch the terms on."""
+    for flag, coefficient in (("add_token_level_kl", "init_kl_coef"), ("use_kl_loss", "kl_loss_coef")):
+        wanted, value = getattr(config, flag), getattr(config, coefficient)
+        if wanted is not None and wanted != (value > 0):
+            fix = f"{coefficient} above 0, or {flag}: false" if wanted else f"{coefficient}: 0, or {flag}: true"
+            report.error((flag,), f"{str(wanted).lower()} disagrees with {coefficient} {value}, which alone switches the term on. Fix: {fix}")
+    if config.target_kl is not None and config.init_kl_coef == 0:
+        report.warn(("target_kl",), "has no effect: init_kl_coef is 0")
+    if config.kl_in_score and config.init_kl_coef == 0:
+        report.warn(("kl_in_score",), "has no effect: init_kl_coef is 0")
+    entropy = config.entropy_loss_coef
+    if any(not math.isfinite(v) for v in ((entropy.start, entropy.end) if isinstance(entropy, CoefRange) else (entropy,))):
+        report.error(("entropy_loss_coef",), f"{entropy!r} is not finite. Fix: a number such as 0.001")
+
+
+def _roles(config: RunConfig, report: Report) -> None:
+    """Devices and token budgets."""
+    for name in ROLES:
+        role: Role | None = getattr(config, name)
+        if role is None:
+            continue
+        devices = role.device_mapping
+        if len(set(devices)) != len(devices) or any(d < 0 for d in devices):
+            report.error((name, "device_mapping"), f"{list(devices)} names a device twice, or one below 0. Fix: each device once")
+        for phase in ("train", "infer"):
+            key = f"max_tokens_per_microbatch_in_{phase}"
+            if getattr(role, f"use_dynamic_batching_in_{phase}"):
+                _budget(config, name, key, getattr(role, key), report)
+            elif getattr(role, key) is not None:
+                report.warn((name, key), f"has no effect without use_dynamic_batching_in_{phase}: true")
+
+
+def _budget(config: RunConfig, name: str, key: str, budget: int | None, report: Report) -> None:
+    flag = key.replace("max_tokens_per_microbatch", "use_dynamic_batching")
+    if budget is None:
+        report.error((name, flag), f"needs a token budget. Fix: {key}: N, at least sequence_length {config.sequence_length}")
+    elif budget < config.sequence_length:
+        report.error((name, key), f"{budget} cannot hold one sample of sequence_length {config.sequence_length}. Fix: raise it")
+
+
+def data_parallel_size(role: Role) -> int:
+    """How many ranks of a role see different rows, by its strategy's own arithmetic."""
+    world = max(1, len(role.device_mapping))
+    config: Any = role.strategy_args.config if role.strategy_args else None
+    return int(config.data_parallel_size(world)) if hasattr(config, "data_parallel_size") else 1
+
+
+def rows_per_update(role: Role) -> int:
+    """U: per device × accumulation × data-parallel size."""
+    return role.training_args.per_device_train_batch_size * role.training_args.gradient_accumulation_steps * data_parallel_size(role)
+
+
+def _updates(config: RunConfig, report: Report) -> None:
+    """by_trajectory makes rollout_batch_size / U updates, so U must divide it; and a loss without a ratio wants one update a step."""
+    batch = config.rollout_batch_size
+    trained = [name for name in ("actor_train", "critic") if getattr(config, name) is not None]
+    for name in trained:
+        role = getattr(config, name)
+        try:
+            ranks, unit = data_parallel_size(role), rows_per_update(role)
+        except ValueError as error:
+            report.error((name, "device_mapping"), f"{error}. Fix: correct the devices, or the sizes in strategy_config")
+            continue
+        args = role.training_args
+        if config.batch_adjust_mode.name == "by_trajectory" and (unit <= 0 or batch % unit):
+            sizes = f"per_device_train_batch_size {args.per_device_train_batch_size} × gradient_accumulation_steps {args.gradient_accumulation_steps}"
+            mini = args.per_device_train_batch_size * ranks
+            fix = (
+                f"gradient_accumulation_steps: {_divisor(batch // mini, args.gradient_accumulation_steps)}" if batch % mini == 0 else "make it divide"
+            )
+            text = f"U = {sizes} × data-parallel size {ranks} = {unit} does not divide rollout_batch_size {batch}"
+            report.error((name, "training_args", "gradient_accumulation_steps"), f"{text}. Fix: {fix}")
+        elif name == "actor_train" and _ignores_ratio(config) and -(-batch // unit) * config.ppo_epochs > 1:
+            text = (
+                f"{config.pg_variant.name!r} has no ratio to the old policy, and a step makes about {-(-batch // unit) * config.ppo_epochs} updates"
+            )
+            report.warn(("pg_variant",), f"{text}: all but the first train on another policy's samples. Fix: one update a step, or pg_variant: ppo")
+
+
+def _divisor(most: int, wanted: int) -> int:
+    """The divisor of `most` that is nearest to `wanted`."""
+    return min((d for d in range(1, most + 1) if most % d == 0), key=lambda d: (abs(d - wanted), d))
+
+
+def _ignores_ratio(config: RunConfig) -> bool:
+    """As the loss's config class declares it; the loss itself is torch, and is not imported to read a configuration."""
+    return getattr(config.pg_variant.config, "uses_ratio", True) is False
+
+
+def _signal(config: RunConfig, report: Report) -> None:
+    """A group of one has no mean but its own: estimators that compare within groups give 0."""
+    if config.train_env_manager.group_size > 1:
+        return
+    given = config.reward_normalization
+    own = getattr(config.adv_estimator.config, "reward_normalization", None)
+    settings = own or given
+    name = config.adv_estimator.name
+    grouped = name in COMPARE_IN_GROUPS
+    if settings is not None and settings.grouping in ("batch", "tags"):
+        grouped = False
+    if settings is not None and settings.method in ("mean", "mean_std") and settings.grouping in (None, "traj_group_id"):
+        grouped = True
+    if grouped:
+        report.warn(("train_env_manager", "group_size"), f"group_size 1 gives {name!r} nothing to compare: every advantage is 0. Fix: group_size: 8")
+
+
+def _target(config: RunConfig, registry: Registry) -> Any:
+    try:
+        return registry.find("advantage_estimator", config.adv_estimator.name).target()
+    except PluginError:
+        return None  # a package is missing: `check` tells
+
+
+def _needed_roles(config: RunConfig, registry: Registry, report: Report) -> RunConfig:
+    """The critic only where values are needed, the reference only where a KL coefficient is positive."""
+    target = _target(config, registry)
+    needs = getattr(target, "needs", None)
+    if needs is not None and "values" in needs and config.critic is None:
+        text = f"adv_estimator {config.adv_estimator.name!r} needs the values of a critic"
+        report.error(("adv_estimator",), f"{text}. Fix: critic: {{strategy_args: …, training_args: …}}, or another estimator")
+    if needs is not None and "values" not in needs and config.critic is not None:
+        report.warn(("critic",), f"is not loaded: adv_estimator {config.adv_estimator.name!r} needs no values")
+        config = evolve(config, critic=None)
+    if config.reference is not None and config.init_kl_coef == 0 and config.kl_loss_coef == 0:
+        report.warn(("reference",), "is not loaded: neither init_kl_coef nor kl_loss_coef is positive")
+        config = evolve(config, reference=None)
+    return config

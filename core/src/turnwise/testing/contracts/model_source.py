@@ -1,0 +1,77 @@
+"""What every model source keeps: a folder that can be prepared again, and a chat whose continuation equals the whole dialogue rendered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from turnwise.contracts.chat import ModelSourceContext
+from turnwise.errors import ConfigError, MachineError
+from turnwise.testing.subject import Subject
+
+KIND = "model_source"
+
+
+def build(implementation: Subject, cache: Path) -> Any:
+    cache.mkdir(exist_ok=True)
+    return implementation.build(implementation.supplied.get("context", ModelSourceContext(cache)))
+
+
+def prepared(implementation: Subject, cache: Path) -> tuple[Any, Path]:
+    source = build(implementation, cache)
+    return source, source.prepare(implementation.need("pretrain"))
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def test_prepare_gives_a_model_folder_and_gives_it_again(implementation: Subject, tmp_path: Path) -> None:
+    source, folder = prepared(implementation, tmp_path / "cache")
+    assert (folder / "config.json").is_file(), "the prepared folder has no config.json; it must be in Hugging Face layout."
+    assert source.check(implementation.need("pretrain")) == []
+    _, again = prepared(implementation, tmp_path / "cache")
+    assert (again / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+def test_what_is_not_a_model_is_refused_before_it_is_prepared(implementation: Subject, tmp_path: Path) -> None:
+    source = build(implementation, tmp_path / "cache")
+    (tmp_path / "empty").mkdir()
+    for wrong in (str(tmp_path / "empty"), {"no_such_key": 1}):
+        assert source.check(wrong), f"check finds nothing wrong with pretrain: {wrong!r}."
+        with pytest.raises((ConfigError, MachineError)):
+            source.prepare(wrong)
+
+
+def test_rendered_ids_are_int32_and_the_same_twice(implementation: Subject, tmp_path: Path) -> None:
+    source, folder = prepared(implementation, tmp_path / "cache")
+    chat, text = source.chat(folder), implementation.need("texts")[0]
+    ids = chat.render([user(text)])
+    assert ids.dtype == np.int32
+    assert ids.ndim == 1
+    np.testing.assert_array_equal(ids, source.chat(folder).render([user(text)]))
+    assert chat.stop_ids, "the chat has no id that ends an assistant's turn."
+
+
+def test_text_that_continues_a_prompt_decodes_to_itself(implementation: Subject, tmp_path: Path) -> None:
+    source, folder = prepared(implementation, tmp_path / "cache")
+    chat = source.chat(folder)
+    for text in implementation.need("texts"):
+        written = chat.continue_text(chat.render([user(text)]), text)
+        assert chat.decode(written).strip() == text
+        assert chat.decode(np.append(written, np.int32(chat.stop_ids[0]))).strip() == text, "decode shows the end of the turn."
+
+
+def test_the_continuation_equals_the_whole_dialogue_rendered(implementation: Subject, tmp_path: Path) -> None:
+    source, folder = prepared(implementation, tmp_path / "cache")
+    chat = source.chat(folder)
+    for text in implementation.need("texts"):
+        prompt = chat.render([user(text)])
+        whole = chat.render([user(text), {"role": "assistant", "content": text}, user(text)])
+        written = np.concatenate([prompt, chat.continue_text(prompt, text)])
+        for finish, so_far in (("length", written), ("stop", np.append(written, np.int32(chat.stop_ids[0])))):
+            continued = np.concatenate([so_far, chat.extend(so_far, finish, [user(text)])])
+            np.testing.assert_array_equal(continued, whole, f"after finish {finish!r} prompt + response + extend is not the rendered dialogue.")

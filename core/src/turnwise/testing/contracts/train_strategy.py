@@ -1,0 +1,140 @@
+"""What every strategy keeps: log-probs as they are defined, updates that learn, the same state after save and load, weights on offer."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from turnwise.contracts.train import TrainContext
+from turnwise.data.rows import Rows, Update
+from turnwise.errors import CheckpointError
+from turnwise.testing.subject import Subject
+from turnwise.testing.synthetic import training_rows
+
+KIND = "train_strategy"
+TEMPERATURE = 0.7
+
+
+def build(implementation: Subject, **changes: Any) -> Any:
+    context: TrainContext = implementation.need("context")
+    return implementation.build(evolve(context, temperature=TEMPERATURE, **changes))
+
+
+def rows(implementation: Subject) -> Rows:
+    return training_rows(vocabulary=implementation.supplied.get("vocab_size", 64))
+
+
+def update(implementation: Subject, lr: float | None = None) -> Update:
+    return Update(rows(implementation), implementation.supplied.get("lr", 1e-3) if lr is None else lr)
+
+
+def test_log_probs_are_those_of_the_reference(implementation: Subject) -> None:
+    reference = implementation.need("reference_logprobs")
+    strategy, given = build(implementation), rows(implementation)
+    got = strategy.logprobs(given)
+    assert got.shape == (int(given.response_mask.sum()),)
+    assert got.dtype == np.float32
+    expected = []
+    for s in range(len(given)):
+        row = slice(given.offsets[s], given.offsets[s + 1])
+        ids, mask = given.input_ids[row], given.response_mask[row]
+        expected.append(reference(ids, TEMPERATURE)[-(len(ids) - 1) :][mask[1:]])
+    message = f"log-probs are not of log_softmax(logits / {TEMPERATURE}) over the whole vocabulary."
+    np.testing.assert_allclose(got, np.concatenate(expected), atol=implementation.supplied.get("atol", 1e-3), rtol=0, err_msg=message)
+    strategy.close()
+
+
+def test_an_update_raises_what_has_a_positive_advantage(implementation: Subject) -> None:
+    strategy = build(implementation)
+    before = strategy.logprobs(rows(implementation))
+    result = strategy.update(update(implementation))
+    after = strategy.logprobs(rows(implementation))
+    assert np.isfinite(result.loss)
+    assert result.grad_norm > 0
+    assert all(np.isfinite(pair).all() and pair[1] >= 0 for pair in result.sums.values())
+    assert after.mean() > before.mean(), "the log-probs of tokens with advantage 1 did not rise."
+    strategy.close()
+
+
+def test_rate_zero_changes_nothing(implementation: Subject) -> None:
+    strategy = build(implementation)
+    before = strategy.logprobs(rows(implementation))
+    strategy.update(update(implementation, lr=0.0))
+    np.testing.assert_array_equal(strategy.logprobs(rows(implementation)), before, "an update with learning rate 0 moved the weights.")
+    strategy.close()
+
+
+def test_micro_batches_do_not_change_the_gradient(implementation: Subject) -> None:
+    results = []
+    for size in (1, 64):
+        strategy = build(implementation, per_device_train_batch_size=size)
+        results.append(strategy.update(update(implementation)))
+        strategy.close()
+    small, large = results
+    message = "the gradient depends on the micro-batch size. Fix: sum coef·loss over micro-batches, divide by nothing."
+    np.testing.assert_allclose(small.grad_norm, large.grad_norm, rtol=1e-3, err_msg=message)
+    np.testing.assert_allclose(small.loss, large.loss, rtol=1e-3, atol=1e-6, err_msg=message)
+
+
+def test_load_undoes_what_came_after_save(implementation: Subject, tmp_path: Path) -> None:
+    strategy, given = build(implementation), rows(implementation)
+    strategy.update(update(implementation))
+    (tmp_path / "state").mkdir()
+    strategy.save(tmp_path / "state")
+    saved = strategy.logprobs(given)
+    strategy.update(update(implementation))
+    further = strategy.logprobs(given)
+    other = build(implementation)
+    for loaded in (strategy, other):
+        loaded.load(tmp_path / "state")
+        np.testing.assert_array_equal(loaded.logprobs(given), saved, "the weights after load are not those of save.")
+        loaded.update(update(implementation))
+        np.testing.assert_array_equal(loaded.logprobs(given), further, "the update after load differs: the optimizer's state was not kept.")
+        loaded.close()
+
+
+def test_a_folder_without_a_state_is_refused(implementation: Subject, tmp_path: Path) -> None:
+    strategy = build(implementation)
+    with pytest.raises(CheckpointError):
+        strategy.load(tmp_path)
+    strategy.close()
+
+
+def test_offers_name_their_transport_and_version_and_travel(implementation: Subject) -> None:
+    strategy = build(implementation)
+    for transport in strategy.transports:
+        offer = strategy.offer(transport, 7)
+        assert (offer.transport, offer.version) == (transport, 7)
+        if transport != "shared":
+            pickle.loads(pickle.dumps(offer))
+    strategy.close()
+
+
+def test_export_writes_a_model_folder(implementation: Subject, tmp_path: Path) -> None:
+    strategy = build(implementation)
+    (tmp_path / "export").mkdir()
+    strategy.export(tmp_path / "export")
+    assert (tmp_path / "export" / "config.json").is_file(), "the export has no config.json; it must be a folder in Hugging Face layout."
+    strategy.close()
+
+
+def test_a_frozen_strategy_gives_the_same_log_probs(implementation: Subject) -> None:
+    trained, frozen = build(implementation), build(implementation, trainable=False, role="reference", objective=None)
+    np.testing.assert_allclose(frozen.logprobs(rows(implementation)), trained.logprobs(rows(implementation)), atol=1e-5, rtol=0)
+    trained.close()
+    frozen.close()
+
+
+def test_it_offloads_onloads_and_closes_twice(implementation: Subject) -> None:
+    strategy = build(implementation)
+    before = strategy.logprobs(rows(implementation))
+    strategy.offload()
+    strategy.onload()
+    np.testing.assert_array_equal(strategy.logprobs(rows(implementation)), before)
+    strategy.close()
+    strategy.close()

@@ -1,0 +1,33 @@
+"""Tiny model folders, made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise.contracts.chat import ModelSourceContext
+from turnwise_hf.source import HfModelSource
+
+TEXTS = ("The goal is 2 down 1 right. Holes: Left Down.", "Which way?", "Left", "Down", "Right", "Up", "You walk on a frozen lake.")
+SMALL = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 256}
+"""A spread initialisation: log-probs of different tokens, positions and temperatures are far apart."""
+
+
+@pytest.fixture(scope="session")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make(**recipe)`: the folder of a small recipe."""
+    cache = tmp_path_factory.mktemp("models")
+
+    def build(**recipe: Any) -> Path:
+        return HfModelSource(None, ModelSourceContext(cache=cache, seed=5, texts=lambda: TEXTS)).prepare({"recipe": {**SMALL, **recipe}})
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def folder(make: Callable[..., Path]) -> Path:
+    """The small Qwen2 with a word tokenizer."""
+    return make()
