@@ -87,9 +87,9 @@ def _options(chosen: Sequence[Slot]) -> list[str]:
 
 
 def _keep_free(data: dict[str, Any], free: Mapping[str, Any], reads: set[str], report: Report) -> None:
-    for key in free:
-        if key in reads:
-            report.note((key,), "is read by ${…} alone; it may also stand under vars:")
+    read = [key for key in free if key in reads]
+    if read:
+        report.note((read[0],), f"free values, which only ${{…}} reads and which may also stand under vars: {', '.join(read)}")
     if free and isinstance(data.get("vars", {}), dict):
         data["vars"] = {**free, **data.get("vars", {})}
 

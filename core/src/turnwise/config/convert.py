@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
@@ -11,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 from cattrs import ClassValidationError, Converter, ForbiddenExtraKeysError, IterableValidationError
 from cattrs.cols import homogenous_tuple_structure_factory, list_structure_factory, mapping_structure_factory
-from cattrs.errors import AttributeValidationNote, BaseValidationError, IterableValidationNote, StructureHandlerNotFoundError
+from cattrs.errors import AttributeValidationNote, IterableValidationNote, StructureHandlerNotFoundError
 from cattrs.gen import make_dict_structure_fn
 
 from turnwise.config.report import Path
@@ -239,8 +240,8 @@ def _converter() -> Converter:
 
 def _problems(error: BaseException, path: Path) -> list[Problem]:
     """Flatten cattrs' tree of errors: one problem per leaf, with the path that the notes spell."""
-    if isinstance(error, ClassValidationError | IterableValidationError | BaseValidationError):
-        return [p for sub in error.exceptions for p in _problems(sub, path + _step(sub))]
+    if isinstance(error, ClassValidationError | IterableValidationError):
+        return [p for sub in error.exceptions for p in _problems(sub, path + (_step(sub) or _blamed(sub, error.cl)))]
     if isinstance(error, ForbiddenExtraKeysError):
         known = [a.name for a in attrs.fields(error.cl) if a.init]
         return [((*path, key), unknown_key(key, known)) for key in sorted(error.extra_fields)]
@@ -248,15 +249,20 @@ def _problems(error: BaseException, path: Path) -> list[Problem]:
         return [(path, "this key is required. Fix: write it")]
     if isinstance(error, StructureHandlerNotFoundError):
         return [(path, f"a plugin's option has the type {error.type_!r}, which YAML cannot express. Fix: report it to the plugin's author")]
-    named = next((a.name for a in error.args[1:] if isinstance(a, attrs.Attribute)), None)  # attrs' own validators
     text = str(error.args[0]) if error.args else type(error).__name__
-    return [((*path, named) if named else path, text.rstrip(". "))]
+    return [(path, text.rstrip(". "))]
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
     """The message for a key that nobody knows."""
     few = f" Known: {listed(known)}." if len(known) <= 16 else ""
     return f"unknown key {key!r}.{did_you_mean(key, known)}{few} Fix: correct or remove it"
+
+
+def _blamed(error: BaseException, cls: Any) -> Path:
+    """The option that a validator's message begins with, as in `pg_clip must be positive`."""
+    first = re.match(r"\W*(\w+)", str(error.args[0])) if error.args and not isinstance(error, ForbiddenExtraKeysError) else None
+    return (first[1],) if first and attrs.has(cls) and first[1] in (a.name for a in attrs.fields(cls)) else ()
 
 
 def _step(error: BaseException) -> Path:

@@ -54,11 +54,11 @@ def load(path: FilePath | str, overrides: Sequence[str] = (), *, registry: Regis
     data = resolve(merged, report)
     whole = _escaped(data)
     config, free = _convert(data, merged, registry, report)
+    if config is not None:
+        config = check_relations(config, registry, report)
     report.raise_problems()
     assert config is not None
     text = OmegaConf.to_yaml(OmegaConf.create(_portable(whole, free, file.parent)))
-    config = check_relations(config, registry, report)
-    report.raise_problems()
     return Loaded(config, report.notes, report.warnings, report.sources, text)
 
 
@@ -85,7 +85,7 @@ def _presets(found: Includes, merged: Merged, registry: Registry, report: Report
 
 
 def _convert(data: dict[str, Any], merged: Merged, registry: Registry, report: Report) -> tuple[RunConfig | None, set[str]]:
-    """Plain data to the schema (None when something was reported), and the top-level keys that are free values."""
+    """Plain data to the schema (None when it does not fit), and the top-level keys that are free values."""
     loose = apply(RULES, data, merged.reads, registry, report)
     add_defaults(data, report)
     for role in ("actor_train", "actor_infer"):
@@ -100,7 +100,7 @@ def _convert(data: dict[str, Any], merged: Merged, registry: Registry, report: R
     config, problems = structure(RunConfig, data)
     for where, problem in problems:
         report.error(where, problem)
-    return None if report.failed else config, set(free)
+    return config, set(free)
 
 
 def _portable(data: dict[str, Any], free: set[str], folder: FilePath) -> dict[str, Any]:

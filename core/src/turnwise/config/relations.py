@@ -48,8 +48,7 @@ MANAGERS = ("train_env_manager", "val_env_manager")
 
 def check_relations(config: RunConfig, registry: Registry, report: Report) -> RunConfig:
     """Check a converted configuration; returns it without the roles that nothing needs."""
-    _ranges(config, report)
-    if report.failed:
+    if not _ranges(config, report):
         return config
     for manager in MANAGERS:
         _manager(config, manager, report)
@@ -62,12 +61,16 @@ def check_relations(config: RunConfig, registry: Registry, report: Report) -> Ru
     return _needed_roles(config, registry, report)
 
 
-def _ranges(config: RunConfig, report: Report) -> None:
+def _ranges(config: RunConfig, report: Report) -> bool:
+    """Whether every number is in its range; the relations are arithmetic on them."""
+    fine = True
     for keys, holds, text in RANGES:
         for key in keys:
             for path, value in _values(config, key.split("."), ()):
                 if type(value) in (int, float) and not holds(value):
                     report.error(path, f"{value!r}: {path[-1]} {text}. Fix: correct the value")
+                    fine = False
+    return fine
 
 
 def _values(value: Any, parts: list[str], path: Path) -> Iterator[tuple[Path, Any]]:

@@ -90,12 +90,11 @@ class Report:
     def unusable(self, path: Path, text: str) -> None:
         """A mistake that leaves no value behind: what else is wrong there is not told."""
         self.error(path, text)
-        self._told.add(path)
+        self.told(path)
 
-    @property
-    def failed(self) -> bool:
-        """Whether there is a problem."""
-        return bool(self._problems)
+    def told(self, path: Path) -> None:
+        """What is wrong at `path` is reported elsewhere."""
+        self._told.add(path)
 
     @property
     def problems(self) -> list[str]:

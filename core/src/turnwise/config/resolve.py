@@ -10,7 +10,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from attrs import define, field
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from turnwise.config.report import Path, Report, at
 from turnwise.config.yaml_source import YamlFile, parse_value
@@ -18,6 +18,7 @@ from turnwise.errors import did_you_mean
 
 _READS = re.compile(r"\$\{\s*(?:oc\.\w+\s*:\s*)?([A-Za-z_][\w-]*)(?=\s*[.\[},])")
 _WHOLE = re.compile(r"^\s*\$\{\s*([A-Za-z_][\w-]*(?:\.[\w-]+|\[\d+\])*)\s*\}\s*$")
+_MISSING = re.compile(r"Interpolation key '([^']+)' not found")
 _OVERRIDE = re.compile(r"^\+{0,2}([^=]+)=(.*)$", re.DOTALL)
 CHOICES = ("adv_estimator", "pg_variant", "batch_adjust_mode", "runtime", "model_source", "env_manager", "track_with")
 """Keys whose scalar is short for `{use: NAME}`; an override may go inside."""
@@ -179,11 +180,11 @@ def _resolved(parent: DictConfig | ListConfig, key: Any, raw: Any, path: Path, r
     try:
         value = parent[key]
         return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
-    except RecursionError:
-        report.unusable(path, f"{raw!r} leads back to itself. Fix: write the value out")
     except OmegaConfBaseException as error:
         if raw == "???":
             report.unusable(path, f"'???' stands for a value that must be given. Fix: write it, or pass {'.'.join(map(str, path))}=…")
+        elif isinstance(error, InterpolationKeyError) and (key_of := _MISSING.search(str(error))) and key_of[1] not in raw:
+            report.told(path)  # what it copies is at fault, and tells
         else:
             missing = next((name for name in _READS.findall(raw) if name not in root), "")
             hint = did_you_mean(missing, root) if missing else ""

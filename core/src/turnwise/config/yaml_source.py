@@ -23,6 +23,7 @@ class _Loader(yaml.SafeLoader):
     """YAML without the traps of version 1.1: `1e-6` is a number; `1:30`, `010` and dates are text."""
 
 
+_PLAIN = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
 _OWN = {"tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float", "tag:yaml.org,2002:int"}
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OWN] for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -104,6 +105,8 @@ def _build(loader: Any, node: Any, path: Path, found: YamlFile, around: tuple[in
     if id(node) in around:
         found.problems.append(f"{line}: an anchor refers to itself. Fix: write the value out")
         return None
+    if not isinstance(node, yaml.ScalarNode) and node.tag not in _PLAIN:
+        raise yaml.constructor.ConstructorError(None, None, f"could not determine a constructor for the tag {node.tag!r}", node.start_mark)
     around = (*around, id(node))
     if isinstance(node, yaml.SequenceNode):
         return [_build(loader, child, (*path, i), found, around) for i, child in enumerate(node.value)]

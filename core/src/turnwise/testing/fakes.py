@@ -347,7 +347,7 @@ class FakeHandle:
 class FakeRuntime:
     """Every role in this thread, without a thread or a timeout of its own."""
 
-    transports: tuple[str, ...] = ("fake", "shared")
+    one_process = True
 
     def __init__(self, config: None, context: RuntimeContext) -> None:
         self._placed: list[Any] = []

@@ -52,7 +52,7 @@ def test_without_a_terminal_every_step_is_one_unwrapped_line() -> None:
     console = plain_console()
     logger = ConsoleLogger(ConsoleConfig(), LoggerContext(Path(), max_steps=10), console)
     metrics = dict.fromkeys(
-        ("critic/score/mean", "policy/loss", "policy/entropy", "policy/approx_kl", "policy/kl", "policy/lr", "time/step"), 0.123456
+        ("critic/score/mean", "policy/loss", "policy/entropy", "policy/approx_kl", "policy/kl", "policy/learning_rate", "time/step"), 0.123456
     )
     logger.scalars(3, metrics)
     logger.scalars(4, {"val/Lake/success": 0.5})

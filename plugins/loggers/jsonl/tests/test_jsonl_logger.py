@@ -49,7 +49,7 @@ def played(group: int = 0) -> Trajectory:
 
 def test_metrics_are_one_line_a_step_with_null_for_nan_and_infinity(tmp_path: Path) -> None:
     logger = make(tmp_path)
-    logger.scalars(0, {"policy/loss": math.nan, "a/b": np.float32(0.5), "c": math.inf})
+    logger.scalars(0, {"policy/loss": math.nan, "a/b": np.float64(0.5), "c": math.inf})
     logger.scalars(1, {"new/name": 3})
     logger.close()
     assert read(tmp_path / "metrics.jsonl") == [{"step": 0, "policy/loss": None, "a/b": 0.5, "c": None}, {"step": 1, "new/name": 3}]

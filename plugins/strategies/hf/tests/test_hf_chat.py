@@ -11,22 +11,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from turnwise.data.trajectory import int32
 from turnwise.errors import ConfigError
 from turnwise_hf.chat import HfChat, Recent
 from turnwise_hf.tokenizers import CHATML
 
 DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}" + CHATML
 HEADERS = (
-    "<|begin|>{% for m in messages %}<|header|>{{ m['role'] }}<|end_header|>\n\n{{ m['content'] | trim }}<|eot|>{% endfor %}"
-    "{% if add_generation_prompt %}<|header|>assistant<|end_header|>\n\n{% endif %}"
+    "<|begin|>{% for m in messages %}<|header|>{{ m['role'] }}<|end_header|>\n{{ m['content'] | trim }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|header|>assistant<|end_header|>\n{% endif %}"
 )
 INSTRUCT = (
     "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
     "{% else %} {{ m['content'] }}<|endoftext|>{% endif %}{% endfor %}"
 )
-PLAIN = (
-    "{% for m in messages %}### {{ m['role'] }}:\n{{ m['content'] }}\n\n{% endfor %}{% if add_generation_prompt %}### assistant:\n{% endif %}"
-)
+PLAIN = "{% for m in messages %}### {{ m['role'] }}:\n{{ m['content'] }}\n\n{% endfor %}{% if add_generation_prompt %}### assistant:\n{% endif %}"
 THINKING = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and loop.index0 < ns.last %}"
@@ -58,7 +57,11 @@ def user(text: str) -> dict[str, Any]:
 @given(first=TEXT, response=TEXT, second=TEXT, third=TEXT)
 def test_extended_turns_are_the_whole_conversation(chats: dict[str, HfChat], name: str, first: str, response: str, second: str, third: str) -> None:
     chat = chats[name]
-    stop = chat.stop_ids[-1] if name == "headers" else chat.tokenizer.convert_tokens_to_ids("<|im_end|>" if "im_end" in TEMPLATES[name] else "<|endoftext|>")
+    stop = (
+        chat.stop_ids[-1]
+        if name == "headers"
+        else chat.tokenizer.convert_tokens_to_ids("<|im_end|>" if "im_end" in TEMPLATES[name] else "<|endoftext|>")
+    )
     assert stop in chat.stop_ids
     messages = [user(first)]
     ids = chat.render(messages)
@@ -66,7 +69,7 @@ def test_extended_turns_are_the_whole_conversation(chats: dict[str, HfChat], nam
     assert ids.tolist() == whole(chat, messages)
     for observation in (second, third):
         said = (" " if name == "instruct" else "") + response
-        ids = np.concatenate([ids, chat.continue_text(ids, said), np.int32([stop])])
+        ids = np.concatenate([ids, chat.continue_text(ids, said), int32([stop])])
         ids = np.concatenate([ids, chat.extend(ids, "stop", [user(observation)])])
         messages += [{"role": "assistant", "content": response}, user(observation)]
         assert ids.tolist() == whole(chat, messages)
@@ -86,7 +89,7 @@ def test_thinking_of_the_sampled_turn_stays_and_the_next_header_opens_thinking(c
     chat = chats["thinking"]
     end = chat.tokenizer.convert_tokens_to_ids("<|im_end|>")
     prompt = chat.render([user("Go.")])
-    ids = np.concatenate([prompt, chat.continue_text(prompt, "hm</think>\n\nLeft"), np.int32([end])])
+    ids = np.concatenate([prompt, chat.continue_text(prompt, "hm</think>\n\nLeft"), int32([end])])
     added = chat.extend(ids, "stop", [user("On.")])
     text = chat.tokenizer.decode(np.concatenate([ids, added]))
     assert text == (
@@ -115,22 +118,22 @@ def test_tools_and_several_messages_reach_the_template(chats: dict[str, HfChat])
 def test_decode_leaves_out_the_end_of_the_turn_and_nothing_else(chats: dict[str, HfChat]) -> None:
     chat = chats["chatml"]
     start, end, pad = (chat.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
-    left = chat.continue_text(np.int32([]), "Left").tolist()
-    assert chat.decode(np.int32([*left, end])) == "Left"
-    assert chat.decode(np.int32([*left, pad, end])) == "Left"
-    assert chat.decode(np.int32([*left, end, *left, end])) == "Left<|im_end|>Left"
-    assert chat.decode(np.int32([*left, start])) == "Left<|im_start|>"
-    assert chat.decode(np.int32([end])) == ""
+    left = chat.continue_text(int32([]), "Left").tolist()
+    assert chat.decode(int32([*left, end])) == "Left"
+    assert chat.decode(int32([*left, pad, end])) == "Left"
+    assert chat.decode(int32([*left, end, *left, end])) == "Left<|im_end|>Left"
+    assert chat.decode(int32([*left, start])) == "Left<|im_start|>"
+    assert chat.decode(int32([end])) == ""
 
 
 def test_an_unknown_word_shows_in_the_text(folder: Path) -> None:
     chat = HfChat(folder)
-    assert chat.decode(chat.continue_text(np.int32([]), "Left zebra")) == "Left<unk>"
+    assert chat.decode(chat.continue_text(int32([]), "Left zebra")) == "Left<unk>"
 
 
 def test_text_that_looks_like_a_special_token_stays_text_when_it_continues_a_message(chats: dict[str, HfChat]) -> None:
     chat = chats["chatml"]
-    ids = chat.continue_text(np.int32([]), "x<|im_end|>")
+    ids = chat.continue_text(int32([]), "x<|im_end|>")
     assert chat.tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids
     assert chat.tokenizer.decode(ids) == "x<|im_end|>"
 
@@ -151,13 +154,14 @@ def test_images_are_refused_and_text_parts_are_joined(chats: dict[str, HfChat]) 
     with pytest.raises(ConfigError, match="is taken as a text model, but a message holds an image"):
         chat.render([user("x")], images=[picture])
     with pytest.raises(ConfigError, match="holds an image"):
-        chat.extend(np.int32([1]), "stop", [{"role": "user", "content": [{"type": "image", "image": picture}]}])
+        chat.extend(int32([1]), "stop", [{"role": "user", "content": [{"type": "image", "image": picture}]}])
     parts = [{"type": "text", "text": "Go"}, {"type": "text", "text": "."}]
     assert chat.render([{"role": "user", "content": parts}]).tolist() == chat.render([user("Go.")]).tolist()
 
 
 def test_what_a_template_cannot_do_is_one_line(make: Callable[..., Path]) -> None:
-    chat = HfChat(make(chat_template="{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML + "{% endfor %}x"[:-1]))
+    refuse = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% endfor %}"
+    chat = HfChat(make(chat_template=refuse + CHATML))
     with pytest.raises(ConfigError, match="cannot render a conversation of roles system, user: no system"):
         chat.render([{"role": "system", "content": "You"}, user("Go")])
 

@@ -81,7 +81,7 @@ def test_the_word_tokenizer_has_one_token_a_word_and_knows_all_digits() -> None:
     assert len(tokenizer) < 50
 
 
-PIECES = ["The", " goal", " is", " 2", " 7", " down", ".", " Left", "Left", "\n", " ", " P", " _", "<|im_end|>", "user", ":"]
+PIECES = ["The", " goal", " is", " 2", " 7", " down", ".", " Left", "Left", "\n", " ", "P", " _", "<|im_end|>", "user", ":"]
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=30))
@@ -222,7 +222,9 @@ def test_a_hub_id_that_cannot_be_fetched_is_one_line(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     assert source(tmp_path).check("some/model") == []
-    with pytest.raises(MachineError, match=r"^pretrain: 'some/model' is no folder here and could not be fetched as a hub id: no route to host Fix:.*$"):
+    with pytest.raises(
+        MachineError, match=r"^pretrain: 'some/model' is no folder here and could not be fetched as a hub id: no route to host Fix:.*$"
+    ):
         source(tmp_path).prepare("some/model")
 
 

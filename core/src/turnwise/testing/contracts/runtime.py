@@ -39,7 +39,9 @@ def trainer(model: Path, trainable: bool = True) -> RolePlan:
 
 def test_a_placed_strategy_answers_as_the_strategy_itself(implementation: Subject, runner: asyncio.Runner, model: Path) -> None:
     runtime, plan, rows = build(implementation), trainer(model), training_rows()
+    assert isinstance(runtime.one_process, bool), "one_process must say whether all roles live in the driver's process."
     handle = runner.run(runtime.place(plan))
+    assert handle.transports == FakeStrategy.transports, "the handle must tell the weight transports of its role."
     direct = FakeStrategy(None, plan.context)
     np.testing.assert_array_equal(runner.run(handle.call("logprobs", rows)), direct.logprobs(rows))
     placed, local = runner.run(handle.call("update", Update(rows, 0.5))), direct.update(Update(rows, 0.5))

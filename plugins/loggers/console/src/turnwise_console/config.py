@@ -9,7 +9,7 @@ DEFAULT_KEYS = (
     "policy/entropy",
     "policy/approx_kl",
     "policy/kl",
-    "*/lr",
+    "policy/learning_rate",
     "time/step",
     "val/*/success",
     "val/*/score/mean",
@@ -18,7 +18,7 @@ DEFAULT_KEYS = (
 
 @frozen
 class ConsoleConfig:
-    """`keys`: the metrics to show, in this order; `*` in a name stands for a tag or a role, and names under `val/` go to the line of an
+    """`keys`: the metrics to show, in this order; `*` in a name stands for a tag, and names under `val/` go to the line of an
     evaluation. `progress`: draw a progress bar where the output is a terminal."""
 
     keys: tuple[str, ...] = DEFAULT_KEYS

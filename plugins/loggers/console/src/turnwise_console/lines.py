@@ -15,6 +15,7 @@ LABELS = {
     "policy/entropy": "entropy",
     "policy/approx_kl": "kl",
     "policy/kl": "ref_kl",
+    "policy/learning_rate": "lr",
     "time/step": "time",
 }
 

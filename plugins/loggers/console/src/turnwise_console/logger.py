@@ -90,7 +90,7 @@ class ConsoleLogger:
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
         if step:
-            self._print(f"resume {self._position(step)}", "", "bold")
+            self._print(f"resume {self._position(step)}", "from a checkpoint", "bold")
 
     def close(self) -> None:
         """Remove the bar; may be called twice."""

@@ -158,7 +158,7 @@ class HfChat:
         _, found, after = text.partition(_SENTINEL)
         if not found or _SENTINEL in after:
             raise ConfigError(
-                f"the chat template of {self.folder} does not write an assistant's content once, so turns cannot be appended. Fix: another template"
+                f"the chat template of {self.folder} does not write an assistant's content exactly once, so no turn can be appended. Fix: another one"
             )
         return after
 

@@ -1,0 +1,399 @@
+"""Implementations that break their contract in one way each; test_testing_kit.py says which contract tests must notice."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from attrs import evolve
+
+from turnwise import Implementation, hookimpl
+from turnwise.contracts.batch_adjust import AdjustInput, PlannedUpdate
+from turnwise.contracts.chat import Message
+from turnwise.contracts.env_manager import Episode, Sampler
+from turnwise.contracts.inference import Request
+from turnwise.contracts.logger import LoggerContext
+from turnwise.contracts.loss import LossView
+from turnwise.contracts.train import Offer
+from turnwise.data.batch import Batch, Table
+from turnwise.data.rows import Rows, Update, UpdateResult
+from turnwise.data.trajectory import Generation, Trajectory, int32
+from turnwise.errors import EnvironmentFailure
+from turnwise.testing import fixtures
+from turnwise.testing.fakes import (
+    FakeBackend,
+    FakeBatchAdjust,
+    FakeChat,
+    FakeEnvironment,
+    FakeEnvManager,
+    FakeEstimator,
+    FakeHandle,
+    FakeLogger,
+    FakeLoss,
+    FakeModelSource,
+    FakeRuntime,
+    FakeStrategy,
+)
+
+Reset = tuple[Any, dict[str, Any]]
+Step = tuple[Any, float, bool, bool, dict[str, Any]]
+
+
+class SeedsGlobally(FakeEnvironment):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        random.seed(seed)
+        return super().reset(seed=seed, options=options)
+
+
+class DrawsGlobally(FakeEnvironment):
+    def step(self, action: str) -> Step:
+        observation, _, *rest = super().step(action)
+        return observation, float(np.random.random()), *rest  # type: ignore[return-value]
+
+
+class SharesState(FakeEnvironment):
+    steps: ClassVar[list[int]] = [0]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        self.steps[0] = 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: str) -> Step:
+        self.steps[0] += 1
+        observation, _, *rest = super().step(action)
+        return observation, float(self.steps[0]), *rest  # type: ignore[return-value]
+
+
+class IgnoresSeed(FakeEnvironment):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        return super().reset(seed=0, options=options)
+
+
+class RemembersEpisodes(FakeEnvironment):
+    episodes = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        self.episodes += 1
+        return f"episode {self.episodes} of seed {seed}", super().reset(seed=seed)[1]
+
+
+class HoldsALambda(FakeEnvironment):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rule = lambda action: action
+
+
+class RewardsNan(FakeEnvironment):
+    def step(self, action: str) -> Step:
+        observation, _, *rest = super().step(action)
+        return observation, math.nan, *rest  # type: ignore[return-value]
+
+
+class TellsLists(FakeEnvironment):
+    def step(self, action: str) -> Step:
+        *rest, info = super().step(action)
+        return *rest, info | {"state_key": [1, 2]}  # type: ignore[return-value]
+
+
+class ClosesOnce(FakeEnvironment):
+    closed = False
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True
+
+
+class RaisesOnEmpty(FakeEnvironment):
+    def step(self, action: str) -> Step:
+        if not action:
+            raise ValueError("no action")
+        return super().step(action)
+
+
+class RendersFloats(FakeEnvironment):
+    def render(self) -> np.ndarray:
+        return np.zeros((2, 2))
+
+
+class LeaksOutsideTheMask(FakeEstimator):
+    def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        advantages, returns = super().compute(batch)
+        return advantages, returns + 1
+
+
+class CountsRows(FakeEstimator):
+    """The mean over rows: a trajectory counts as often as it was cut."""
+
+    def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        scores = batch.trajectories["scores"]
+        mean = scores[batch.samples["trajectory"]].mean() if len(batch.samples) else 0.0
+        owner, mask = batch.tokens["trajectory"], batch.tokens["response_mask"]
+        values = np.where(mask, scores[owner] - mean, 0.0)
+        return values, values
+
+
+class ReadsGroupNumbers(FakeEstimator):
+    def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        advantages, returns = super().compute(batch)
+        return advantages * (1 + batch.trajectories["group"][batch.tokens["trajectory"]]), returns
+
+
+class DividesByTheSpread(FakeEstimator):
+    """Not finite where all scores of the batch are equal."""
+
+    def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        advantages, returns = super().compute(batch)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return advantages / np.float64(batch.trajectories["scores"].std()), returns
+
+
+class WritesIntoTheBatch(FakeEstimator):
+    def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        batch.tokens["token_level_rewards"][:] = 0
+        return super().compute(batch)
+
+
+class SinglePrecision(FakeEstimator):
+    def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        advantages, returns = super().compute(batch)
+        return advantages.astype(np.float32), returns
+
+
+class InventsARow(FakeBatchAdjust):
+    def plan(self, rows: AdjustInput) -> list[PlannedUpdate]:
+        made = super().plan(rows)
+        return [*made[:-1], PlannedUpdate(np.append(made[-1].rows, len(rows.trajectory)), np.append(made[-1].weights, 1.0))]
+
+
+class Miscounts(FakeBatchAdjust):
+    def updates(self, rows: int) -> int:
+        return super().updates(rows) + 1
+
+
+class ShufflesGlobally(FakeBatchAdjust):
+    def plan(self, rows: AdjustInput) -> list[PlannedUpdate]:
+        return super().plan(evolve(rows, seed=random.randrange(10**9)))
+
+
+class KeepsNumbers:
+    def __init__(self, config: None, context: Any) -> None:
+        pass
+
+    def keep(self, trajectories: Table) -> np.ndarray:
+        return np.ones(len(trajectories))
+
+
+class RefusesNan(FakeLogger):
+    def __init__(self, config: None, context: LoggerContext) -> None:
+        self._folder = context.folder
+
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        json.dumps({name: float(value) for name, value in metrics.items()}, allow_nan=False)
+
+    def trajectories(self, step: int, split: str, trajectories: Sequence[Trajectory]) -> None:
+        pass
+
+    def artifact(self, step: int, name: str, path: Path) -> None:
+        pass
+
+    def resume(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class WritesWhereItStands(RefusesNan):
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        Path("metrics.txt").write_text(str(metrics), encoding="utf-8")
+
+
+class EmptiesTheFolder(RefusesNan):
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def resume(self, step: int) -> None:
+        for path in self._folder.glob("*.txt"):
+            path.unlink()
+
+
+class MeanLoss(FakeLoss):
+    def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
+        return super().loss(view)[0].mean(), {}
+
+
+class MetricWithGradient(FakeLoss):
+    def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
+        return super().loss(view)[0], {"policy/log_prob": view.log_probs * 1}
+
+
+class UsesTheEntropy(FakeLoss):
+    def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
+        return super().loss(view)[0] - view.entropy, {}
+
+
+class WeighsByPosition(FakeLoss):
+    def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
+        loss = super().loss(view)[0]
+        return loss * loss.new_ones(len(loss)).cumsum(0), {}
+
+
+class Explodes(FakeLoss):
+    def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
+        return -view.advantages * (5 * (view.log_probs - view.old_log_probs)).exp(), {}
+
+
+class IgnoresTheTemperature(FakeBackend):
+    async def generate(self, request: Request) -> Generation:
+        return await super().generate(evolve(request, args=evolve(request.args, temperature=1.0)))
+
+
+class KeepsItsVersion(FakeBackend):
+    async def receive(self, offer: Offer) -> int:
+        await super().receive(offer)
+        self._version = 0
+        return offer.version
+
+
+class CountsRequests(FakeBackend):
+    async def generate(self, request: Request) -> Generation:
+        return await super().generate(evolve(request, seed=request.seed + self.served))
+
+
+class NeverPauses(FakeBackend):
+    async def pause(self) -> None:
+        pass
+
+
+class ColdStrategy(FakeStrategy):
+    def _scores(self, before: np.ndarray) -> np.ndarray:
+        return super()._scores(before) * self._context.temperature
+
+
+class AveragesMicroBatches(FakeStrategy):
+    def update(self, update: Update) -> UpdateResult:
+        return super().update(evolve(update, rows=_scaled(update.rows, self._context.per_device_train_batch_size)))
+
+
+def _scaled(rows: Rows, by: int) -> Rows:
+    return evolve(rows, columns={**rows.columns, "coef": rows.columns["coef"] * by})
+
+
+class GoesUphill(FakeStrategy):
+    def update(self, update: Update) -> UpdateResult:
+        return super().update(evolve(update, lr=-update.lr))
+
+
+class ForgetsTheWeights(FakeStrategy):
+    def load(self, folder: Path) -> None:
+        kept = self._weights.copy()
+        super().load(folder)
+        self._weights[:] = kept
+
+
+class EncodesAgain(FakeEnvManager):
+    async def run(self, episode: Episode, sampler: Sampler) -> Trajectory:
+        played = await super().run(episode, sampler)
+        turns = [evolve(t, response_ids=int32(np.where(t.response_ids == ord("a"), ord("A"), t.response_ids))) for t in played.turns]
+        return evolve(played, turns=tuple(turns))
+
+
+class Swallows(FakeEnvManager):
+    async def run(self, episode: Episode, sampler: Sampler) -> Trajectory:
+        try:
+            return await super().run(episode, sampler)
+        except EnvironmentFailure:
+            return Trajectory(episode.tag, episode.group, episode.member, episode.seed, (), "terminated")
+
+
+class MarksPrompts(FakeEnvManager):
+    def samples(self, trajectory: Trajectory) -> list[Any]:
+        return [evolve(row, response_mask=np.ones(len(row.input_ids), np.bool_)) for row in super().samples(trajectory)]
+
+
+class SilentHandle(FakeHandle):
+    async def call(self, method: str, *args: Any) -> Any:
+        try:
+            return await super().call(method, *args)
+        except Exception:
+            return None
+
+
+class SilentRuntime(FakeRuntime):
+    async def place(self, plan: Any) -> Any:
+        placed = await super().place(plan)
+        return SilentHandle(placed._target) if isinstance(placed, FakeHandle) else placed
+
+
+class OpenChat(FakeChat):
+    def extend(self, ids: np.ndarray, finish: str, messages: Sequence[Message], images: Sequence[np.ndarray] = ()) -> np.ndarray:
+        return self.render(messages, images)
+
+
+class OpenSource(FakeModelSource):
+    def chat(self, folder: Path) -> FakeChat:
+        return OpenChat()
+
+
+@hookimpl
+def environments() -> list[Implementation]:
+    made = [SeedsGlobally, DrawsGlobally, SharesState, IgnoresSeed, RemembersEpisodes, HoldsALambda]
+    return [Implementation(c.__name__, c) for c in [*made, RewardsNan, TellsLists, ClosesOnce, RaisesOnEmpty, RendersFloats]]
+
+
+@hookimpl
+def advantage_estimators() -> list[Implementation]:
+    made = (LeaksOutsideTheMask, CountsRows, ReadsGroupNumbers, DividesByTheSpread, WritesIntoTheBatch, SinglePrecision)
+    return [Implementation(c.__name__, c) for c in made]
+
+
+@hookimpl
+def batch_adjusts() -> list[Implementation]:
+    return [Implementation(c.__name__, c) for c in (InventsARow, Miscounts, ShufflesGlobally)]
+
+
+@hookimpl
+def group_filters() -> list[Implementation]:
+    return [Implementation("KeepsNumbers", KeepsNumbers)]
+
+
+@hookimpl
+def loggers() -> list[Implementation]:
+    return [Implementation(c.__name__, c) for c in (RefusesNan, WritesWhereItStands, EmptiesTheFolder)]
+
+
+@hookimpl
+def policy_losses() -> list[Implementation]:
+    return [Implementation(c.__name__, c) for c in (MeanLoss, MetricWithGradient, UsesTheEntropy, WeighsByPosition, Explodes)]
+
+
+@hookimpl
+def inference_backends() -> list[Implementation]:
+    made = (IgnoresTheTemperature, KeepsItsVersion, CountsRequests, NeverPauses)
+    return [Implementation(c.__name__, c, config="turnwise.testing.fakes:FakeBackendConfig", fixtures=fixtures.backend) for c in made]
+
+
+@hookimpl
+def train_strategies() -> list[Implementation]:
+    made = (ColdStrategy, AveragesMicroBatches, GoesUphill, ForgetsTheWeights)
+    return [Implementation(c.__name__, c, fixtures=fixtures.strategy) for c in made]
+
+
+@hookimpl
+def env_managers() -> list[Implementation]:
+    return [Implementation(c.__name__, c) for c in (EncodesAgain, Swallows, MarksPrompts)]
+
+
+@hookimpl
+def runtimes() -> list[Implementation]:
+    return [Implementation("SilentRuntime", SilentRuntime)]
+
+
+@hookimpl
+def model_sources() -> list[Implementation]:
+    return [Implementation("OpenSource", OpenSource, fixtures=fixtures.source)]

@@ -1,0 +1,167 @@
+"""Fixtures of the core's tests: a registry of fake implementations, and a run's YAML to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import field, frozen, validators
+
+from turnwise import Implementation
+from turnwise.config import Loaded, load
+from turnwise.data.normalise import RewardNormalization
+from turnwise.plugins import Entry, Registry
+
+BASE = """\
+max_steps: 10
+rollout_batch_size: 16
+pretrain: some/model
+sequence_length: 256
+adv_estimator: grpo
+pg_variant: ppo
+actor_train:
+  training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 2, gradient_accumulation_steps: 4}
+  strategy_args: {strategy_name: trainer, strategy_config: {stage: 2}}
+actor_infer:
+  generating_args: {max_new_tokens: 32, temperature: 0.9, top_p: 0.95}
+  strategy_args: {strategy_name: sampler}
+train_env_manager: {num_env_groups: 4, group_size: 4, tags: [Lake]}
+custom_envs:
+  Lake: {env_type: lake, env_config: {size: 4}}
+"""
+
+
+@frozen
+class GrpoOptions:
+    reward_normalization: RewardNormalization | None = None
+
+
+@frozen
+class GigpoOptions:
+    gamma: float = 0.95
+    step_reward_gamma: float = 0.95
+    step_reward_weight: float = 1.0
+    reward_normalization: RewardNormalization | None = None
+
+
+@frozen
+class GaeOptions:
+    gamma: float = 1.0
+    lambd: float = 0.95
+
+
+@frozen
+class PpoOptions:
+    pg_clip: float = field(default=0.2, validator=validators.gt(0))
+    dual_clip_loss: bool = False
+
+
+@frozen
+class VanillaOptions:
+    uses_ratio = False
+
+
+@frozen
+class TrainerOptions:
+    stage: int = 0
+    tensor_model_parallel_size: int = 1
+    betas: tuple[float, float] = (0.9, 0.999)
+
+    def data_parallel_size(self, world: int) -> int:
+        if world % self.tensor_model_parallel_size:
+            raise ValueError(f"{world} devices are not divisible by tensor_model_parallel_size {self.tensor_model_parallel_size}")
+        return world // self.tensor_model_parallel_size
+
+
+@frozen
+class SamplerOptions:
+    gpu_memory_utilization: float = 0.9
+    engine_args: dict[str, Any] = field(factory=dict)
+
+
+@frozen
+class TrajectoryOptions:
+    history: str = "messages"
+    action_pattern: str | None = None
+    format_penalty: float = 0.0
+    agent_system_template: str | None = None
+    agent_template: str | None = None
+    pre_step_template: str | None = None
+    next_step_template: str | None = None
+
+
+@frozen
+class StepwiseOptions(TrajectoryOptions):
+    history_length: int | None = None
+
+
+@frozen
+class FileOptions:
+    folder: str = "logs"
+    every: int = 1
+
+
+class Lake:
+    def __init__(self, size: int = 4, is_slippery: bool = False) -> None:
+        self.size = size
+
+
+class Gae:
+    needs = frozenset({"values"})
+
+
+class Grpo:
+    needs: frozenset[str] = frozenset()
+
+
+class Wall:
+    def __init__(self, config: None, context: object, height: int = 1) -> None:
+        self.height = height
+
+
+RECORDS: list[tuple[str, Implementation]] = [
+    ("environment", Implementation("lake", Lake)),
+    ("environment", Implementation("pond", Lake, requires=("package_that_is_not_there",))),
+    ("env_manager", Implementation("trajectory", object, TrajectoryOptions)),
+    ("env_manager", Implementation("stepwise", object, StepwiseOptions)),
+    ("inference_backend", Implementation("sampler", object, SamplerOptions, aliases=("sampler_infer",))),
+    ("inference_backend", Implementation("random", object)),
+    (
+        "train_strategy",
+        Implementation("trainer", object, TrainerOptions, aliases=("trainer_train",), presets={"trainer_zero3": {"stage": 3}}),
+    ),
+    ("advantage_estimator", Implementation("grpo", Grpo, GrpoOptions)),
+    ("advantage_estimator", Implementation("gigpo", Grpo, GigpoOptions)),
+    ("advantage_estimator", Implementation("gae", Gae, GaeOptions)),
+    ("policy_loss", Implementation("ppo", object, PpoOptions)),
+    ("policy_loss", Implementation("vanilla", object, VanillaOptions)),
+    ("batch_adjust", Implementation("by_trajectory", object)),
+    ("batch_adjust", Implementation("copy", object)),
+    ("group_filter", Implementation("no_signal", object)),
+    ("logger", Implementation("console", object)),
+    ("logger", Implementation("jsonl", object, FileOptions)),
+    ("logger", Implementation("wall", Wall)),
+    ("logger", Implementation("torn", object, "a_module_that_is_not_there:Config")),
+    ("runtime", Implementation("local", object)),
+    ("model_source", Implementation("hf", object)),
+]
+
+
+@pytest.fixture
+def fake_registry() -> Registry:
+    """Fakes of every kind, built by hand: nothing of this machine's plugins."""
+    return Registry(entries=[Entry(kind, record, "fakes", "made-for-tests", "1.0") for kind, record in RECORDS])
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path, fake_registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loaded]:
+    """`run_yaml(text, *overrides)`: load the base YAML with `text` below it (or `text` alone with base=False)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text: str = "", *overrides: str, base: bool = True, name: str = "run.yaml") -> Loaded:
+        Path(name).write_text((BASE if base else "") + text, encoding="utf-8")
+        return load(name, overrides, registry=fake_registry)
+
+    return run

@@ -1,0 +1,130 @@
+"""`turnwise new`: for every kind a distribution whose own tests pass, whose implementation a registry finds, and whose example trains."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from turnwise.cli.main import main
+from turnwise.cli.new import TEMPLATES, resolve, scaffold
+from turnwise.errors import ConfigError, MachineError
+from turnwise.hookspecs import KINDS
+from turnwise.plugins import Registry
+
+
+def python(folder: Path, *arguments: str) -> str:
+    """Run a Python in the distribution's folder with its sources on the path; its output, after it ended well."""
+    environment = os.environ | {"PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def new(kind: str, into: Path, name: str = "my-first_one") -> Path:
+    scaffold(kind, name, into)
+    return into / "turnwise-my-first-one"
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.values()))
+def test_a_scaffolded_plugin_passes_its_own_tests(kind: str, tmp_path: Path) -> None:
+    told = python(new(kind, tmp_path), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error")
+    assert re.search(r"\b[2-9] passed", told)
+    assert "skipped" not in told.splitlines()[-1]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.values()))
+def test_a_registry_finds_the_scaffolded_implementation(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"found_{kind}"
+    scaffold(kind, name, tmp_path)
+    folder = tmp_path / f"turnwise-{name.replace('_', '-')}"
+    monkeypatch.syspath_prepend(folder / "src")
+    known = Registry.discover()
+    known.declare([f"turnwise_{name}"])
+    entry = known.find(kind, name)
+    assert entry.status == "ok"
+    assert entry.implementation.summary
+    assert isinstance(entry.target(), type)
+    if entry.implementation.config is not None:
+        entry.config_class()()  # every option has a default
+
+
+@pytest.mark.parametrize("kind", [kind for kind, template in TEMPLATES.items() if template.example])
+def test_the_example_of_a_scaffolded_plugin_trains_on_the_fakes(kind: str, tmp_path: Path) -> None:
+    folder = new(kind, tmp_path)
+    edited = (folder / "example.yaml").read_text(encoding="utf-8").replace("turnwise-my-first-one,", "turnwise_my_first_one,")  # not installed
+    (folder / "local.yaml").write_text(edited, encoding="utf-8")
+    python(folder, "-m", "turnwise.cli.main", "train", "local.yaml", "max_steps=2", f"output_dir={tmp_path / 'run'}")
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+def test_nothing_is_left_to_fill_in(tmp_path: Path) -> None:
+    for kind in KINDS.values():
+        folder = new(kind, tmp_path / kind)
+        for path in [p for p in folder.rglob("*") if p.is_file()]:
+            text = path.read_text(encoding="utf-8")
+            assert not re.search(r"\{\{\w+\}\}", text), f"{path} holds a placeholder"
+        made = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        assert made >= {"pyproject.toml", "README.md", "tests/test_my_first_one.py", "src/turnwise_my_first_one/__init__.py"}
+        facts = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+        assert facts["project"]["entry-points"]["turnwise"] == {"my_first_one": "turnwise_my_first_one"}
+
+
+def test_scaffolded_code_is_clean(tmp_path: Path) -> None:
+    rules = ["--select=E,F,W,I,UP,B,SIM,RUF,PT", "--ignore=RUF001,RUF002,RUF003"]
+    for kind in KINDS.values():
+        folder = new(kind, tmp_path / kind)
+        for command in (["check", *rules], ["format", "--check"]):
+            python(folder, "-m", "ruff", *command, "--isolated", "--no-cache", "--line-length=150", ".")
+
+
+def test_every_hook_has_a_template() -> None:
+    assert set(TEMPLATES) == set(KINDS.values())
+    assert {resolve(template.short) for template in TEMPLATES.values()} == set(KINDS.values())
+    assert resolve("Batch_Adjust") == resolve("batch-adjust") == "batch_adjust"
+
+
+def test_a_misspelt_kind_is_told_with_the_nearest_and_all(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'estimater'\. Did you mean 'estimator'\? Kinds: backend, batch-adjust, env, .*strategy\.$"):
+        scaffold("estimater", "mine", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", "1st", "a b", "a/b", "../up", "naïve", "a--b", "-a", "a_", "a.b"])
+def test_a_name_that_cannot_name_a_package_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot name a package"):
+        scaffold("env", name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_exists_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "turnwise-mine").mkdir()
+    with pytest.raises(ConfigError, match="exists already and is left as it is"):
+        scaffold("env", "mine", tmp_path)
+    assert list((tmp_path / "turnwise-mine").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(MachineError, match="cannot write"):
+        scaffold("env", "mine", tmp_path / "file")
+
+
+def test_the_command_says_what_to_do_next(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["new", "estimator", "Last-Step", "--into", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[1:] == [
+        f"  pip install -e {tmp_path / 'turnwise-last-step'}",
+        "  turnwise test-plugin last_step",
+        "  in your YAML: plugins: [turnwise-last-step] and adv_estimator: last_step",
+    ]
+    again = CliRunner().invoke(main, ["new", "estimator", "last_step", "--into", str(tmp_path)])
+    assert again.exit_code == 2
+    assert again.output.startswith("error: ")
+    assert again.output.count("\n") == 1

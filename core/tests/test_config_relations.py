@@ -1,0 +1,173 @@
+"""What must hold between keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnwise.config import Loaded
+from turnwise.config.defaults import add_defaults
+from turnwise.config.report import Report, Sources
+from turnwise.errors import ConfigError
+
+Run = Callable[..., Loaded]
+VAL = "val_env_manager: {num_env_groups: 8, group_size: 1, tags: [Lake]}\n"
+CRITIC = "critic: {training_args: {per_device_train_batch_size: 16}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("", ["rollout_batch_size=20"], "$.rollout_batch_size: 20 is not num_env_groups 4 × group_size 4 = 16 of train_env_manager. "
+                                        "Fix: rollout_batch_size: 16, or num_env_groups: 5"),
+        (VAL, ["val_batch_size=9"], "$.val_batch_size: 9 is not num_env_groups 8 × group_size 1 = 8 of val_env_manager"),
+        ("", ["train_env_manager.tags=[Lak]"], "$.train_env_manager.tags[0]: 'Lak' is no tag of custom_envs. Did you mean 'Lake'?"),
+        ("", ["train_env_manager.tags=[Lake, Lake]"], "'Lake' is named twice"),
+        ("", ["train_env_manager.num_groups_partition=[3]"], "[3] adds up to 3, num_env_groups is 4"),
+        ("", ["train_env_manager.num_groups_partition=[2, 2]"], "[2, 2] for 1 tags"),
+        ("", ["actor_train.training_args.gradient_accumulation_steps=3"],
+         "U = per_device_train_batch_size 2 × gradient_accumulation_steps 3 × data-parallel size 1 = 6 does not divide rollout_batch_size 16. "
+         "Fix: gradient_accumulation_steps: 2"),
+        ("", ["actor_train.device_mapping=[0, 1, 2, 3]", "actor_train.strategy_args.strategy_config.tensor_model_parallel_size=3"],
+         "$.actor_train.device_mapping: 4 devices are not divisible by tensor_model_parallel_size 3"),
+        (CRITIC.replace("16", "5"), ["adv_estimator=gae"], "$.critic.training_args.gradient_accumulation_steps: U = per_device_train_batch_size 5 ×"),
+        ("", ["adv_estimator=gae"], "adv_estimator 'gae' needs the values of a critic"),
+        ("", ["actor_infer.generating_args.temperature=0"], "$.actor_infer.generating_args.temperature: training samples at temperature 0"),
+        ("", ["train_env_manager.generating_args={temperature: 0}"], "$.train_env_manager.generating_args.temperature: training samples at temperature 0"),
+        ("", ["actor_infer.generating_args.max_new_tokens=256"], "max_new_tokens 256 leaves no room for a prompt in sequence_length 256"),
+        (VAL, ["val_env_manager.generating_args={max_new_tokens: 999}"], "$.val_env_manager.generating_args.max_new_tokens: max_new_tokens 999"),
+        ("", ["actor_infer.generating_args.top_p=0"], "$.actor_infer.generating_args.top_p: 0.0: top_p must be above 0 and at most 1"),
+        ("", ["actor_infer.generating_args.top_p=1.1"], "top_p must be above 0"),
+        ("", ["actor_infer.generating_args.temperature=-1"], "-1.0: temperature must not be negative"),
+        ("", ["ppo_epochs=0"], "$.ppo_epochs: 0: ppo_epochs must be positive"),
+        ("", ["max_steps=0"], "$.max_steps: 0: max_steps must be positive"),
+        ("", ["save_steps=-1"], "$.save_steps: -1: save_steps must not be negative"),
+        ("", ["gamma=1.5"], "$.gamma: 1.5: gamma must be between 0 and 1"),
+        ("", ["actor_train.training_args.learning_rate=.inf"], "inf: learning_rate must not be negative"),
+        ("", ["custom_envs.Lake.max_steps=0"], "$.custom_envs.Lake.max_steps: 0: max_steps must be positive"),
+        ("", ["eval_steps=5"], "$.eval_steps: 5: there is nothing to evaluate on. Fix: add val_env_manager, or eval_steps: 0"),
+        ("", ["actor_train.training_args.warmup_steps=11"], "11 is more than max_steps 10 (both count pipeline steps)"),
+        ("", ["use_kl_loss=true"], "$.use_kl_loss: true disagrees with kl_loss_coef 0.0, which alone switches the term on. "
+                                   "Fix: kl_loss_coef above 0, or use_kl_loss: false"),
+        ("", ["add_token_level_kl=false", "init_kl_coef=0.1"], "false disagrees with init_kl_coef 0.1"),
+        ("", ["actor_train.use_dynamic_batching_in_train=true"], "$.actor_train.use_dynamic_batching_in_train: needs a token budget"),
+        ("", ["actor_train.use_dynamic_batching_in_infer=true", "actor_train.max_tokens_per_microbatch_in_infer=100"],
+         "100 cannot hold one sample of sequence_length 256"),
+        ("", ["actor_train.device_mapping=[0, 0]", "actor_train.training_args.gradient_accumulation_steps=1"], "names a device twice"),
+        ("", ["entropy_loss_coef=.inf"], "$.entropy_loss_coef: inf is not finite"),
+        ("  Second: {env_type: lake}\n", ["train_env_manager.tags=[]"], "$.train_env_manager.tags: names no environment. "
+                                                                         "Fix: list tags of custom_envs: [Lake, Second]"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other_are_refused(run_yaml: Run, text: str, overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_yaml(text, *overrides)
+    found = caught.value.problems
+    assert any(expected in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        (VAL, ["val_env_manager.group_size=2"], "$.val_env_manager.group_size: the 2 members of a group play the same: "
+                                                "val_env_manager.group_size 2 with generating_args.temperature 0"),
+        ("", ["rollout_batch_size=8", "train_env_manager={num_env_groups: 8, group_size: 1}"],
+         "$.train_env_manager.group_size: group_size 1 gives 'grpo' nothing to compare: every advantage is 0"),
+        ("", ["pg_variant=vanilla"], "'vanilla' has no ratio to the old policy, and a step makes about 2 updates"),
+        ("", ["custom_envs.Lake.max_tokens_per_step=64"], "64 has no effect: max_new_tokens is 32"),
+        ("", ["actor_train.training_args.warmup_steps=2", "actor_train.training_args.warmup_ratio=0.1"], "has no effect beside warmup_steps 2"),
+        ("", ["target_kl=0.1"], "$.target_kl: has no effect: init_kl_coef is 0"),
+        ("", ["kl_in_score=true"], "$.kl_in_score: has no effect: init_kl_coef is 0"),
+        ("", ["actor_train.max_tokens_per_microbatch_in_train=512"], "has no effect without use_dynamic_batching_in_train: true"),
+        (CRITIC, [], "$.critic: is not loaded: adv_estimator 'grpo' needs no values"),
+        ("reference: {}\n", [], "$.reference: is not loaded: neither init_kl_coef nor kl_loss_coef is positive"),
+    ],
+)  # fmt: skip
+def test_settings_without_effect_are_warnings(run_yaml: Run, text: str, overrides: list[str], expected: str) -> None:
+    assert [expected in w for w in run_yaml(text, *overrides).warnings] == [True]
+
+
+def test_a_group_of_one_is_fine_where_nothing_is_compared(run_yaml: Run) -> None:
+    one = ["rollout_batch_size=8", "train_env_manager={num_env_groups: 8, group_size: 1}"]
+    assert run_yaml("", *one, "reward_normalization={grouping: batch, method: mean}").warnings == []
+    assert run_yaml(CRITIC.replace("16", "8"), *one, "adv_estimator=gae").warnings == []
+
+
+def test_roles_that_nothing_needs_are_not_loaded(run_yaml: Run) -> None:
+    config = run_yaml(CRITIC + "reference: {}\n").config
+    assert config.critic is None
+    assert config.reference is None
+
+
+def test_a_reference_that_is_needed_is_like_the_actor(run_yaml: Run) -> None:
+    loaded = run_yaml("kl_loss_coef: 0.1\n", "actor_train.model_args={dtype: fp32}")
+    reference, actor = loaded.config.reference, loaded.config.actor_train
+    assert reference is not None
+    assert (reference.strategy_args, reference.model_args) == (actor.strategy_args, actor.model_args)
+    assert any("$.reference: not given, but a KL coefficient is positive" in note for note in loaded.notes)
+
+
+def test_a_critic_takes_the_actors_strategy_and_its_own_sizes(run_yaml: Run) -> None:
+    critic = run_yaml(CRITIC, "adv_estimator=gae").config.critic
+    assert critic is not None
+    assert critic.strategy_args is not None
+    assert critic.strategy_args.name == "trainer"
+    assert critic.training_args.per_device_train_batch_size == 16
+
+
+def test_evaluation_samples_like_training_but_greedily(run_yaml: Run) -> None:
+    val = run_yaml(VAL).config.val_env_manager
+    assert val is not None
+    assert val.generating_args is not None
+    assert (val.generating_args.temperature, val.generating_args.top_p, val.generating_args.max_new_tokens) == (0.0, 0.95, 32)
+    own = run_yaml(VAL, "val_env_manager.generating_args={temperature: 0.6}").config.val_env_manager
+    assert own is not None
+    assert own.generating_args is not None
+    assert (own.generating_args.temperature, own.generating_args.top_p) == (0.6, 0.95)
+
+
+def test_training_samples_as_actor_infer_says_unless_told(run_yaml: Run) -> None:
+    assert run_yaml().config.train_env_manager.generating_args is None
+    args = run_yaml("", "train_env_manager.generating_args={top_k: 5}").config.train_env_manager.generating_args
+    assert args is not None
+    assert (args.top_k, args.temperature) == (5, 0.9)
+
+
+def test_val_batch_size_defaults_to_what_is_played(run_yaml: Run) -> None:
+    assert run_yaml(VAL).config.val_batch_size == 8
+    assert run_yaml().config.val_batch_size is None
+
+
+def test_the_only_environment_needs_no_tag(run_yaml: Run) -> None:
+    assert run_yaml("", "train_env_manager.tags=[]").config.train_env_manager.tags == ("Lake",)
+
+
+def test_data_parallel_ranks_enter_the_update(run_yaml: Run) -> None:
+    two = ["actor_train.device_mapping=[0, 1, 2, 3]", "actor_train.strategy_args.strategy_config={tensor_model_parallel_size: 2}"]
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps 3 × data-parallel size 2 = 12 does not divide"):
+        run_yaml("", *two, "actor_train.training_args.gradient_accumulation_steps=3")
+    assert run_yaml("", *two, "actor_train.training_args.gradient_accumulation_steps=4").warnings == []
+
+
+def test_only_by_trajectory_needs_a_batch_that_divides(run_yaml: Run) -> None:
+    assert run_yaml("", "batch_adjust_mode=copy", "actor_train.training_args.gradient_accumulation_steps=3").config.batch_adjust_mode.name == "copy"
+
+
+def test_relations_are_told_together_with_other_mistakes(run_yaml: Run) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_yaml("", "rollout_batch_size=20", "sede=3", "pg_variant=pppo")
+    assert len(caught.value.problems) == 4  # and U does not divide 20
+
+
+@given(st.integers(1, 40), st.integers(1, 7))
+def test_groups_are_split_evenly_over_tags(groups: int, tags: int) -> None:
+    names = [f"T{i}" for i in range(tags)]
+    data = {"train_env_manager": {"num_env_groups": groups, "tags": names}, "custom_envs": {n: {} for n in names}}
+    add_defaults(data, Report(Sources("x")))
+    parts = data["train_env_manager"]["num_groups_partition"]
+    assert sum(parts) == groups
+    assert max(parts) - min(parts) <= 1
+    assert parts == sorted(parts, reverse=True)
