@@ -29,7 +29,10 @@ class RolePlan:
 
 
 class Handle(Protocol):
-    """A placed role: every public method of the implementation, awaitable."""
+    """A placed training strategy: every public method of the implementation, awaitable."""
+
+    transports: tuple[str, ...]
+    """The strategy's weight transports."""
 
     async def call(self, method: str, *args: Any) -> Any:
         """Run `method` on the role and return its result; its exception is raised here."""

@@ -121,7 +121,7 @@ def scheduler(config: RunConfig, base: Path, backend: InferenceBackend, chat: Ch
     """The rollout scheduler of training, or of evaluation with its own seed, tasks and generating arguments."""
     manager = config.val_env_manager if evaluation else config.train_env_manager
     assert manager is not None
-    args = (manager.generating_args if evaluation else None) or config.actor_infer.generating_args
+    args = manager.generating_args or config.actor_infer.generating_args
     settings = RolloutSettings(
         seed=config.val_seed if evaluation else config.seed,
         step_timeout=manager.step_timeout,
@@ -181,7 +181,7 @@ def train_context(config: RunConfig, role: Role, name: str, model: Path) -> Trai
         dtype=role.model_args.dtype,
         attn_implementation=role.model_args.attn_implementation,
         gradient_checkpointing=not role.model_args.disable_gradient_checkpointing,
-        temperature=config.actor_infer.generating_args.temperature,
+        temperature=(config.train_env_manager.generating_args or config.actor_infer.generating_args).temperature,
         objective=objective(config),
         weight_decay=args.weight_decay,
         max_grad_norm=args.max_grad_norm if args.max_grad_norm is not None else config.max_grad_norm,
@@ -209,8 +209,8 @@ def policy_loss(config: RunConfig) -> Any:
 
 def role_plan(config: RunConfig, name: str, model: Path, chat: Chat | None) -> RolePlan:
     """The plan by which a runtime places a role."""
-    role: Role = getattr(config, name)
-    if role is None or role.strategy_args is None:
+    role = role_of(config, name)
+    if role.strategy_args is None:
         raise ConfigError(f"$.{name}.strategy_args is missing. Fix: name a strategy, as in strategy_args: {{strategy_name: torch}}.")
     choice = role.strategy_args
     inference = name == "actor_infer"
@@ -254,9 +254,14 @@ def planned_episodes(manager: EnvManagerConfig) -> dict[str, int]:
     return {tag: groups * manager.group_size for tag, groups in zip(manager.tags, manager.num_groups_partition, strict=True)}
 
 
-def reference_role(config: RunConfig) -> Role:
-    """The reference's role: as configured, else the actor's without its optimizer."""
-    return config.reference if config.reference is not None else config.actor_train
+def role_of(config: RunConfig, name: str) -> Role:
+    """A role's block; without one of its own, the reference takes the actor's."""
+    role: Role | None = getattr(config, name)
+    if role is None and name == "reference":
+        return config.actor_train
+    if role is None:
+        raise ConfigError(f"$.{name} is missing. Fix: add the block with its strategy_args.")
+    return role
 
 
 def needs_reference(config: RunConfig) -> bool:

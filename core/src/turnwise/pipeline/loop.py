@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from attrs import evolve, frozen
 
-from turnwise.config.schema import RunConfig
-from turnwise.contracts.batch_adjust import AdjustContext
+from turnwise.config.relations import rows_per_update
+from turnwise.config.schema import Role, RunConfig
+from turnwise.contracts.batch_adjust import AdjustContext, BatchAdjust
 from turnwise.contracts.estimator import EstimatorContext
 from turnwise.contracts.group_filter import FilterContext
 from turnwise.data.batch import Batch, build_batch
@@ -81,18 +82,26 @@ class Pipeline:
         self.backend = await self.runtime.place(assembly.role_plan(config, "actor_infer", self.model, self.chat))
         self.reference = None
         if assembly.needs_reference(config):
-            with_reference = evolve(config, reference=assembly.reference_role(config))
-            self.reference = await self.runtime.place(assembly.role_plan(with_reference, "reference", self.model, self.chat))
+            self.reference = await self.runtime.place(assembly.role_plan(config, "reference", self.model, self.chat))
         self.transport = self._choose_transport()
         self.estimator = assembly.build("advantage_estimator", config.adv_estimator, EstimatorContext(seed=config.seed))
         self.filters = [assembly.build("group_filter", one, FilterContext(seed=config.seed)) for one in config.group_filters]
-        context = AdjustContext(unit=unit(config), rollout_batch_size=config.rollout_batch_size)
-        self.adjust = assembly.build("batch_adjust", config.batch_adjust_mode, context)
+        self.adjust = self._policy(config.actor_train)
+        self.critic, self.critic_adjust = None, None
+        if "values" in self.estimator.needs:
+            self.critic = await self.runtime.place(assembly.role_plan(config, "critic", self.model, self.chat))
+            self.critic_adjust = self._policy(assembly.role_of(config, "critic"))
         self.old_logprobs = OldLogProbs(config, shared=self.transport == "shared")
         self.scheduler = assembly.scheduler(config, self.base, self.backend, self.chat, evaluation=False)
         self.evaluator = None
         if config.val_env_manager is not None and config.eval_steps:
             self.evaluator = assembly.scheduler(config, self.base, self.backend, self.chat, evaluation=True)
+
+    def _policy(self, role: Role) -> BatchAdjust:
+        """The batch-adjust policy with the role's own U."""
+        context = AdjustContext(unit=rows_per_update(role), rollout_batch_size=self.config.rollout_batch_size)
+        built: BatchAdjust = assembly.build("batch_adjust", self.config.batch_adjust_mode, context)
+        return built
 
     def _choose_transport(self) -> str:
         theirs = self.actor.transports
@@ -109,7 +118,8 @@ class Pipeline:
     async def _restore(self, start: checkpoint.Checkpoint | None) -> int:
         first = 0
         if start is not None:
-            await self.actor.call("load", start.folder / "actor_train")
+            for name, role in self._trained():
+                await role.call("load", start.folder / name)
             self.scheduler.load_state(start.state["scheduler"])
             self._kl_coef = start.state["kl_coef"]
             self._history = report.History.from_plain(start.state["history"])
@@ -164,6 +174,9 @@ class Pipeline:
                 batch = advantages.add_kl_penalty(batch, self.config, self._kl_coef)
             batch = advantages.with_advantages(batch, self.estimator, self.config)
         out |= metrics.advantage_metrics(batch) | self._adapt_kl(batch)
+        if self.critic is not None:
+            with _timed(times, "critic_train"):
+                out |= await self._update_critic(batch, step)
         with _timed(times, "actor_train"):
             results, rate = await self._update(batch, planned, step)
         out |= metrics.update_metrics(results) | {"policy/learning_rate": rate}
@@ -173,6 +186,10 @@ class Pipeline:
         with _timed(times, "sync"):
             await self._sync(step + 1)
         return out
+
+    def _trained(self) -> list[tuple[str, Any]]:
+        """The roles with state of their own, by name."""
+        return [("actor_train", self.actor), *([("critic", self.critic)] if self.critic is not None else [])]
 
     async def _rollout(self, step: int, times: dict[str, float]) -> RolloutResult:
         with _timed(times, "rollout"):
@@ -198,13 +215,17 @@ class Pipeline:
         return [evolve(t, turns=tuple(evolve(turn, reward=float(np.clip(turn.reward, -bound, bound))) for turn in t.turns)) for t in played]
 
     async def _log_probs(self, batch: Batch, planned: int, step: int, times: dict[str, float]) -> Batch:
-        """Old log-probs where they are needed, and the reference's."""
+        """Old log-probs where they are needed, the reference's, and the critic's values."""
         with _timed(times, "old_logprobs"):
             batch = await self.old_logprobs.add(batch, self.actor, updates=planned * self.config.ppo_epochs, version=step)
         if self.reference is not None:
             with _timed(times, "reference"):
                 values = await self.reference.call("logprobs", training_rows(batch))
             batch = batch.with_tokens(ref_log_probs=_spread(batch, values))
+        if self.critic is not None:
+            with _timed(times, "values"):
+                values = await self.critic.call("values", training_rows(batch))
+            batch = batch.with_tokens(values=_spread(batch, values))
         return batch
 
     async def _update(self, batch: Batch, planned: list[Any], step: int) -> tuple[list[UpdateResult], float]:
@@ -213,6 +234,15 @@ class Pipeline:
             results.append(await self.actor.call("update", update))
             rate = update.lr
         return results, rate
+
+    async def _update_critic(self, batch: Batch, step: int) -> dict[str, float]:
+        """The critic's updates: its own U, learning rate and, for its loss, token-mean."""
+        assert self.critic is not None and self.critic_adjust is not None
+        config = evolve(self.config, loss_agg_mode="token-mean")
+        planned = plan_step(batch, self.critic_adjust, config.seed, step)
+        role = assembly.role_of(config, "critic")
+        results = [await self.critic.call("update", update) for update in updates(batch, planned, config, role, step, 0.0)]
+        return metrics.update_metrics(results, "critic")
 
     def _adapt_kl(self, batch: Batch) -> dict[str, float]:
         """The adaptive coefficient moves once a step (Ziegler et al. 2019, arXiv 1909.08593, section 2.2)."""
@@ -274,7 +304,8 @@ class Pipeline:
         state = {"kl_coef": self._kl_coef, "scheduler": self.scheduler.state(), "history": self._history.to_plain(), "config": self.plain}
 
         async def write(folder: Path) -> None:
-            await self.actor.call("save", folder / "actor_train")
+            for name, role in self._trained():
+                await role.call("save", folder / name)
             await self.actor.call("export", folder / "model")
 
         with _timed(times, "save"):
@@ -322,20 +353,6 @@ class Pipeline:
                 await getattr(self, name).close()
         await self.runtime.close()
         self.tracking.close()
-
-
-def unit(config: RunConfig) -> int:
-    """U: rows (by_trajectory: trajectories) of one optimizer update, over all data-parallel ranks."""
-    args = config.actor_train.training_args
-    return args.per_device_train_batch_size * args.gradient_accumulation_steps * data_parallel_size(config)
-
-
-def data_parallel_size(config: RunConfig) -> int:
-    """The data-parallel size that the training strategy's configuration makes of its devices."""
-    role = config.actor_train
-    world = max(1, len(role.device_mapping))
-    ask = getattr(role.strategy_args.config if role.strategy_args else None, "data_parallel_size", None)
-    return int(ask(world)) if ask else world
 
 
 def _prefixed(counts: Mapping[str, float]) -> dict[str, float]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from turnwise.config.relations import data_parallel_size, rows_per_update
 from turnwise.config.schema import Role, RunConfig
 from turnwise.contracts.batch_adjust import AdjustContext
 from turnwise.pipeline import assembly
-from turnwise.pipeline.loop import data_parallel_size, unit
 from turnwise.pipeline.schedules import learning_rate
 from turnwise.pipeline.updates import schedule_of
 
@@ -17,15 +17,15 @@ def arithmetic(config: RunConfig) -> dict[str, Any]:
     """Everything that `turnwise plan` prints, as plain data. Updates of a step are a range where they depend on the number of turns."""
     role = config.actor_train
     fewest, most = rows_per_step(config)
-    adjust = assembly.build("batch_adjust", config.batch_adjust_mode, AdjustContext(unit(config), config.rollout_batch_size))
+    adjust = assembly.build("batch_adjust", config.batch_adjust_mode, AdjustContext(rows_per_update(role), config.rollout_batch_size))
     low, high = (adjust.updates(n) * config.ppo_epochs for n in (fewest, most))
     evaluations = math.ceil(config.max_steps / config.eval_steps) if config.eval_steps and config.val_env_manager else 0
     at_end = int(bool(evaluations and config.eval_at_end))
     episodes = sum(assembly.planned_episodes(config.val_env_manager).values()) if config.val_env_manager else 0
     return {
-        "data_parallel_size": data_parallel_size(config),
-        "mini_batch": role.training_args.per_device_train_batch_size * data_parallel_size(config),
-        "unit": unit(config),
+        "data_parallel_size": data_parallel_size(role),
+        "mini_batch": role.training_args.per_device_train_batch_size * data_parallel_size(role),
+        "unit": rows_per_update(role),
         "rollout_batch_size": config.rollout_batch_size,
         "groups": config.train_env_manager.num_env_groups,
         "group_size": config.train_env_manager.group_size,

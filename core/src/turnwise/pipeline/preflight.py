@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from turnwise.config.schema import Choice, RunConfig
 from turnwise.contracts.inference import GeneratingArgs
@@ -32,7 +32,7 @@ def preflight(config: RunConfig, base: Path) -> Findings:
     config = assembly.with_seed_files(config, base)
     for role, choice in _roles(config):
         kind = "inference_backend" if role == "actor_infer" else "train_strategy"
-        lacks += _devices(role, getattr(config, role).device_mapping if getattr(config, role) else ())
+        lacks += _devices(role, assembly.role_of(config, role).device_mapping)
         for line, machine in _role_problems(config, role, kind, choice):
             (lacks if machine else wrong).append(line)
     lacks += [f"{kind} {name!r} needs {missing}, not installed" for kind, name, missing in _missing_packages(config)]
@@ -59,7 +59,9 @@ def _roles(config: RunConfig) -> Iterator[tuple[str, Choice | None]]:
     yield "actor_train", config.actor_train.strategy_args
     yield "actor_infer", config.actor_infer.strategy_args
     if assembly.needs_reference(config):
-        yield "reference", assembly.reference_role(config).strategy_args
+        yield "reference", assembly.role_of(config, "reference").strategy_args
+    if config.critic is not None:
+        yield "critic", config.critic.strategy_args
 
 
 def _role_problems(config: RunConfig, role: str, kind: str, choice: Choice | None) -> Iterator[tuple[str, bool]]:
@@ -83,8 +85,7 @@ def _role_problems(config: RunConfig, role: str, kind: str, choice: Choice | Non
         )
     ask = getattr(target, "check", None)
     if ask is not None:
-        with_role = evolve(config, reference=assembly.reference_role(config)) if role == "reference" else config
-        plan = assembly.role_plan(with_role, role, Path(), None)
+        plan = assembly.role_plan(config, role, Path(), None)
         for line in ask(plan.config, plan.context):
             yield line.removeprefix("machine: "), line.startswith("machine: ")
 

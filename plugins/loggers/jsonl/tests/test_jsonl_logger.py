@@ -14,7 +14,7 @@ from turnwise.contracts.logger import LoggerContext
 from turnwise.data import Trajectory, Turn
 from turnwise_jsonl.config import JsonlConfig
 from turnwise_jsonl.logger import JsonlLogger
-from turnwise_jsonl.record import plain, trajectory_record
+from turnwise.data.record import plain, trajectory_record
 
 
 def make(folder: Path, **options: Any) -> JsonlLogger:

@@ -57,6 +57,12 @@ def plain_logprobs(model: Any, request: Request, generation: Generation, tempera
     return chosen[len(request.ids) - 1 :].numpy()
 
 
+def check(generation: Generation, model: Any, request: Request, temperature: float = 1.0) -> None:
+    """The log-probs are those of a plain forward pass of `model`."""
+    assert generation.logprobs is not None
+    np.testing.assert_allclose(generation.logprobs, plain_logprobs(model, request, generation, temperature), atol=1e-5)
+
+
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The seeds of the rows of every batch that is sampled from now on."""
@@ -76,7 +82,7 @@ def test_alone_it_serves_version_zero_with_ids_log_probs_and_text(folder: Path) 
     (generation,) = with_backend(folder, lambda backend: together(backend, request))
     model = load_causal_lm(folder, "fp32", "sdpa")
     assert generation.ids is not None
-    np.testing.assert_allclose(generation.logprobs, plain_logprobs(model, request, generation, 0.7), atol=1e-5)
+    check(generation, model, request, 0.7)
     assert generation.versions is not None
     assert generation.versions.tolist() == [0] * len(generation.ids)
     assert (generation.ids.dtype, generation.versions.dtype) == (np.int32, np.int32)
@@ -93,6 +99,7 @@ def test_the_conformance_fixture_agrees_with_the_backend() -> None:
         generation = await backend.generate(request)
         assert generation.ids is not None
         expected = fixture["reference_logprobs"](np.concatenate([request.ids, generation.ids]), 0.7)
+        assert generation.logprobs is not None
         np.testing.assert_allclose(generation.logprobs, expected[len(request.ids) :], atol=1e-4)
         await backend.close()
         return generation
@@ -107,7 +114,7 @@ def test_a_batch_starts_when_every_live_episode_waits_in_the_order_of_the_reques
         await asyncio.sleep(0.05)
         assert batches == []
         await asyncio.gather(*early, backend.generate(ask(9, order=(0, 1, 5))))
-        assert batches == [[2, 1, 9, 0]]
+        assert batches == [[2, 9, 1, 0]]
         late = [asyncio.create_task(backend.generate(ask(seed))) for seed in (5, 6)]
         await asyncio.sleep(0.05)
         assert len(batches) == 1
@@ -174,6 +181,13 @@ def test_a_request_aborted_while_sampled_leaves_the_batch(folder: Path) -> None:
     with_backend(folder, work)
 
 
+def long_one(folder: Path) -> tuple[Request, Generation]:
+    """A request whose response has more than four tokens, and the response."""
+    requests = [ask(seed, limit=8) for seed in range(20)]
+    generations = with_backend(folder, lambda backend: together(backend, *requests))
+    return next((request, generation) for request, generation in zip(requests, generations) if len(generation.ids) > 4)  # type: ignore[arg-type]
+
+
 class StepLog:
     """Lets a test watch single tokens: counts the gate's calls, and may stop the sampling thread at one."""
 
@@ -192,10 +206,7 @@ class StepLog:
 
 
 def test_a_pause_stops_between_two_tokens_and_loses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = ask(2, limit=30, top_k=12)
-    (undisturbed,) = with_backend(folder, lambda backend: together(backend, request))
-    assert undisturbed.ids is not None
-    assert len(undisturbed.ids) > 4
+    request, undisturbed = long_one(folder)
     log = StepLog(monkeypatch, stop_at=3)
 
     async def work(backend: HfBackend) -> Generation:
@@ -214,6 +225,7 @@ def test_a_pause_stops_between_two_tokens_and_loses_nothing(folder: Path, monkey
 
     paused = with_backend(folder, work)
     assert paused.ids is not None
+    assert undisturbed.ids is not None
     assert paused.ids.tolist() == undisturbed.ids.tolist()
 
 
@@ -239,16 +251,16 @@ def test_weights_from_a_folder_serve_under_their_version(make: Callable[..., Pat
         return before, await backend.generate(request)
 
     before, after = with_backend(folder, work)
-    np.testing.assert_allclose(before.logprobs, plain_logprobs(load_causal_lm(folder, "fp32", "sdpa"), request, before), atol=1e-5)
-    np.testing.assert_allclose(after.logprobs, plain_logprobs(load_causal_lm(other, "fp32", "sdpa"), request, after), atol=1e-5)
+    check(before, load_causal_lm(folder, "fp32", "sdpa"), request)
+    check(after, load_causal_lm(other, "fp32", "sdpa"), request)
     assert after.versions is not None
     assert set(after.versions.tolist()) == {6}
 
 
 def test_weights_that_arrive_in_the_middle_sample_the_rest(make: Callable[..., Path], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = make(seed=8)
+    request, _ = long_one(folder)
     log = StepLog(monkeypatch, stop_at=3)
-    request = ask(2, limit=6, top_k=12)
 
     async def work(backend: HfBackend) -> Generation:
         task = asyncio.create_task(backend.generate(request))
@@ -263,6 +275,7 @@ def test_weights_that_arrive_in_the_middle_sample_the_rest(make: Callable[..., P
     assert generation.versions is not None
     assert generation.versions[:3].tolist() == [0, 0, 1]
     old, new = (plain_logprobs(load_causal_lm(path, "fp32", "sdpa"), request, generation) for path in (folder, other))
+    assert generation.logprobs is not None
     np.testing.assert_allclose(generation.logprobs, np.where(generation.versions == 0, old, new), atol=1e-5)
 
 
@@ -271,9 +284,9 @@ def test_shared_weights_are_the_trainers_own_under_its_lock_and_its_mode_comes_b
     key = publish(trainer)
     request = ask(1)
 
-    async def work(backend: HfBackend) -> tuple[Generation, Generation]:
+    async def work(backend: HfBackend) -> list[Generation]:
         assert await backend.receive(Offer("shared", 1, {"key": key})) == 1
-        first = await backend.generate(request)
+        generations = [await backend.generate(request)]
         lock = lookup(key).lock
         with lock:
             task = asyncio.create_task(backend.generate(request))
@@ -281,20 +294,20 @@ def test_shared_weights_are_the_trainers_own_under_its_lock_and_its_mode_comes_b
             assert not task.done()
             with torch.no_grad():
                 trainer.model.embed_tokens.weight.mul_(-0.5)  # type: ignore[union-attr,operator]
-            assert await backend.receive(Offer("shared", 2, {"key": key})) == 2
-        second = await task
+        generations.append(await task)
+        assert await backend.receive(Offer("shared", 2, {"key": key})) == 2
+        generations.append(await backend.generate(request))
         assert trainer.training
         assert lock.acquire(blocking=False)
         lock.release()
-        return first, second
+        return generations
 
-    # The batch of the second request waits for the lock while `receive` comes: it must not wait for the batch's end.
-    first, second = with_backend(folder, work)
+    before, after, again = with_backend(folder, work)
     withdraw(key)
-    np.testing.assert_allclose(second.logprobs, plain_logprobs(trainer.eval(), request, second), atol=1e-5)
-    assert first.versions is not None
-    assert second.versions is not None
-    assert (set(first.versions.tolist()), set(second.versions.tolist())) == ({1}, {2})
+    check(before, load_causal_lm(folder, "fp32", "sdpa"), request)
+    check(after, trainer.eval(), request)
+    check(again, trainer, request)
+    assert [set(generation.versions.tolist()) for generation in (before, after, again)] == [{1}, {1}, {2}]  # type: ignore[union-attr]
 
 
 def test_a_folder_received_after_shared_weights_leaves_the_trainers_alone(make: Callable[..., Path], folder: Path) -> None:

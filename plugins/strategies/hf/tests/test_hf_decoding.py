@@ -48,8 +48,20 @@ def rows_of(ids: Sequence[np.ndarray], limit: int = 6, **args: Any) -> list[Row]
     return [Row(prompt, limit, 100 + index, GeneratingArgs(**args)) for index, prompt in enumerate(ids)]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def watched_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the ids of all forward passes to come."""
+    widths: list[tuple[int, ...]] = []
+    forward = decoding._forward
+
+    def watched(model: Any, cache: Any, ids: torch.Tensor, place: Any) -> torch.Tensor:
+        widths.append(tuple(ids.shape))
+        return forward(model, cache, ids, place)
+
+    monkeypatch.setattr(decoding, "_forward", watched)
+    return widths
+
+
+@pytest.mark.parametrize(("architecture", "attention"), [("qwen2", "sdpa"), ("qwen3", "sdpa"), ("llama", "sdpa"), ("qwen2", "eager")])
 @pytest.mark.parametrize("shared", [0, 11])
 def test_ragged_prefill_and_decoding_equal_the_full_forward_pass(make: Callable[..., Path], architecture: str, attention: str, shared: int) -> None:
     folder = make(architecture=architecture, tie_word_embeddings=architecture != "llama")
@@ -99,11 +111,7 @@ def test_tokens_do_not_depend_on_the_rest_of_the_batch(model: Any) -> None:
 
 def test_equal_prompts_are_computed_once_and_sampled_by_their_own_seeds(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [prompts(3, shortest=10)[index] for index in (0, 1, 0, 2, 1, 0)]
-    widths: list[tuple[int, ...]] = []
-    forward = decoding._forward
-    monkeypatch.setattr(
-        decoding, "_forward", lambda model, cache, ids, place: (widths.append(tuple(ids.shape)), forward(model, cache, ids, place))[1]
-    )
+    widths = watched_passes(monkeypatch)
     results = sample(model, rows_of(ids, limit=2))
     assert widths == [(3, max(map(len, ids))), (6, 1)]
     assert results[0].ids.tolist() != results[2].ids.tolist() or results[0].ids.tolist() != results[5].ids.tolist()
@@ -113,11 +121,7 @@ def test_equal_prompts_are_computed_once_and_sampled_by_their_own_seeds(model: A
 
 def test_a_common_beginning_is_computed_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = prompts(5, shared=12, shortest=3, longest=3)
-    widths: list[tuple[int, ...]] = []
-    forward = decoding._forward
-    monkeypatch.setattr(
-        decoding, "_forward", lambda model, cache, ids, place: (widths.append(tuple(ids.shape)), forward(model, cache, ids, place))[1]
-    )
+    widths = watched_passes(monkeypatch)
     with torch.no_grad():
         logits, order, _ = prefill(model, ids)
     assert widths == [(1, 12), (5, 3)]
@@ -140,7 +144,7 @@ def test_long_batches_are_read_in_several_passes_with_the_same_result(model: Any
     whole = sample(model, rows)
     monkeypatch.setattr(decoding, "_PREFILL_TOKENS", 30)
     assert [result.ids.tolist() for result in sample(model, rows)] == [result.ids.tolist() for result in whole]
-    assert decoding._chunks(np.array([4, 10, 10, 10, 50, 60])) == [(0, 2), (2, 4), (4, 5), (5, 6)]
+    assert decoding._chunks(np.array([4, 10, 10, 10, 50, 60])) == [(0, 3), (3, 4), (4, 5), (5, 6)]
 
 
 def test_stop_ids_end_a_row_with_the_stop_token_in_it_and_limits_are_per_row(model: Any) -> None:

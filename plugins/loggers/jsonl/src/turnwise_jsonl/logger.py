@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from turnwise.contracts.logger import LoggerContext
+from turnwise.data.record import plain, trajectory_record
 from turnwise.data.trajectory import Trajectory
 from turnwise_jsonl.config import JsonlConfig
-from turnwise_jsonl.record import plain, trajectory_record
 
 STEP = re.compile(rb'\{"step": (\d+)')
 
