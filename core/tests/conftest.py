@@ -156,6 +156,12 @@ def fake_registry() -> Registry:
 
 
 @pytest.fixture
+def base_yaml() -> str:
+    """The YAML of a small run, to change."""
+    return BASE
+
+
+@pytest.fixture
 def run_yaml(tmp_path: Path, fake_registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loaded]:
     """`run_yaml(text, *overrides)`: load the base YAML with `text` below it (or `text` alone with base=False)."""
     monkeypatch.chdir(tmp_path)

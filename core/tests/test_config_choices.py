@@ -61,7 +61,7 @@ def test_options_that_the_strategy_does_not_know_are_its_engines(run_yaml: Run) 
         (["actor_train.strategy_args.strategy_name=deepspeed"], "$.actor_train.strategy_args.strategy_name: no train strategy is named 'deepspeed'"),
         (["actor_train.strategy_args.strategy_confg={}"], "$.actor_train.strategy_args.strategy_confg: unknown key 'strategy_confg'. Did you mean"),
         (["actor_train.strategy_args.strategy_config=3"], "$.actor_train.strategy_args.strategy_config: 3 is not a mapping of options"),
-        (["actor_train.strategy_args.strategy_config={betas: [1]}"], "$.actor_train.strategy_args.strategy_config.betas: [1] is a list, a list of 2 is needed"),
+        (["actor_train.strategy_args.strategy_config={betas: [1]}"], ".strategy_config.betas: [1] is a list, a list of 2 is needed"),
         (["actor_train.strategy_args=null"], "$.actor_train: actor_train.strategy_args says what runs it. Installed: trainer."),
         (["custom_envs.Lake.env_type=lakes"], "$.custom_envs.Lake.env_type: no environment is named 'lakes'. Did you mean 'lake'?"),
         (["custom_envs.Lake.env_manager=step"], "no env manager is named 'step'. Did you mean 'stepwise'?"),

@@ -104,9 +104,12 @@ def test_all_mistakes_of_a_class_come_together() -> None:
     assert {path[0] for path, _ in problems} == {*bad, "unknown"}
 
 
-@given(st.dictionaries(st.sampled_from(["max_steps", "seed", "gamma", "exp_name", "actor_train", "custom_envs", "track_with", "x"]),
-                       st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.floats(),
-                                    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2))))  # fmt: skip
+_LEAVES = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.floats()
+_VALUES = st.recursive(_LEAVES, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2))
+_KEYS = st.sampled_from(["max_steps", "seed", "gamma", "exp_name", "actor_train", "custom_envs", "track_with", "x"])
+
+
+@given(st.dictionaries(_KEYS, _VALUES))
 def test_any_data_gives_a_run_or_problems_with_paths_into_it(data: dict[str, Any]) -> None:
     made, problems = structure(RunConfig, data)
     assert made is None  # train_env_manager, pretrain, … are required

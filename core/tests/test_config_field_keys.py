@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 
 from turnwise.config import Loaded, to_plain
 from turnwise.config.report import at
-from turnwise.config.schema import CoefRange
+from turnwise.config.schema import CoefRange, CustomEnv, EnvManagerConfig, ModelArgs, Role, RunConfig, TrainingArgs
+from turnwise.contracts.inference import GeneratingArgs
+from turnwise.data.normalise import RewardNormalization
 from turnwise.errors import ConfigError
 
 Run = Callable[..., Loaded]
 VAL = "val_env_manager={num_env_groups: 8, tags: [Lake]}"
 TRAIN, INFER = "actor_train", "actor_infer"
+BUDGET = {
+    phase: [f"{TRAIN}.use_dynamic_batching_in_{phase}=true", f"{TRAIN}.max_tokens_per_microbatch_in_{phase}=512"] for phase in ("train", "infer")
+}
 
 USED: list[tuple[str, list[str], Any]] = [  # path in the configuration, overrides, value there
     ("exp_name", ["exp_name=x"], "x"),
@@ -80,6 +86,10 @@ USED: list[tuple[str, list[str], Any]] = [  # path in the configuration, overrid
     ("track_with", ["track_with=[console]"], [{"use": "console"}]),
     ("max_grad_norm", ["max_grad_norm=0.5"], 0.5),
     ("model_update_buffer_size_mb", ["model_update_buffer_size_mb=64"], 64),
+    ("plugins", ["plugins=['no:something']"], ["no:something"]),
+    ("model_source.use", ["model_source=hf"], "hf"),
+    ("baselines", ["baselines=[random]"], [{"use": "random"}]),
+    ("render_episodes", ["render_episodes=0"], 0),
     ("vars", ["vars={a: 1}"], {"a": 1}),
     ("runtime.use", ["runtime=local"], "local"),
     ("runtime_timeout", ["runtime_timeout=60"], 60.0),
@@ -102,8 +112,10 @@ USED: list[tuple[str, list[str], Any]] = [  # path in the configuration, overrid
     (f"{TRAIN}.device_mapping", [f"{TRAIN}.device_mapping=list(range(0,2))"], [0, 1]),
     (f"{TRAIN}.device_mapping", [f"{TRAIN}.device_mapping=null"], []),
     (f"{TRAIN}.infer_batch_size", [f"{TRAIN}.infer_batch_size=2"], 2),
-    (f"{TRAIN}.use_dynamic_batching_in_train", [f"{TRAIN}.use_dynamic_batching_in_train=true", f"{TRAIN}.max_tokens_per_microbatch_in_train=512"], True),
-    (f"{TRAIN}.max_tokens_per_microbatch_in_infer", [f"{TRAIN}.use_dynamic_batching_in_infer=true", f"{TRAIN}.max_tokens_per_microbatch_in_infer=512"], 512),
+    (f"{TRAIN}.use_dynamic_batching_in_train", BUDGET["train"], True),
+    (f"{TRAIN}.max_tokens_per_microbatch_in_infer", BUDGET["infer"], 512),
+    (f"{TRAIN}.use_dynamic_batching_in_infer", BUDGET["infer"], True),
+    (f"{TRAIN}.max_tokens_per_microbatch_in_train", BUDGET["train"], 512),
     (f"{TRAIN}.use_sequence_packing", [f"{TRAIN}.use_sequence_packing=false"], False),
     (f"{TRAIN}.system_envs", [f"{TRAIN}.system_envs={{A: '1', B: 2}}"], {"A": "1", "B": "2"}),
     (f"{INFER}.generating_args.max_new_tokens", [f"{INFER}.generating_args.max_new_tokens=16"], 16),
@@ -199,7 +211,8 @@ NAMED: list[tuple[str, list[str], str]] = [  # the key, overrides, the reason
     ("tracker_kwargs.log_dir", ["track_with=jsonl", "tracker_kwargs={log_dir: x}"], "logger 'jsonl' has no option 'log_dir'"),
     *[(key, [f"{key}=0.1", "pg_variant=vanilla", f"{TRAIN}.training_args.gradient_accumulation_steps=8"], "has no effect with pg_variant 'vanilla'")
       for key in ("pg_clip", "pg_clip_low", "pg_clip_high", "dual_clip_c")],
-    *[(key, [f"{key}=0.1"], "has no effect with adv_estimator 'grpo'") for key in ("step_reward_gamma", "episode_reward_weight", "step_reward_weight")],
+    *[(key, [f"{key}=0.1"], "has no effect with adv_estimator 'grpo'")
+      for key in ("step_reward_gamma", "episode_reward_weight", "step_reward_weight")],
 ]  # fmt: skip
 
 LATER = "is not supported by this version"
@@ -219,14 +232,14 @@ REFUSED: list[tuple[str, list[str], str]] = [  # the key, overrides, the message
     (f"{TRAIN}.model_args.ulysses_size", [f"{TRAIN}.model_args.ulysses_size=2"], LATER),
     ("train_env_manager.group_size_redundancy", ["train_env_manager.group_size_redundancy=1"], LATER),
     ("train_env_manager.group_filter_cls", ["train_env_manager.group_filter_cls=a.B"], "Installed: no_signal. Fix: group_filters: [NAME]"),
-    (f"{INFER}.generating_args.num_beams", [f"{INFER}.generating_args.num_beams=4"], "beams have no log-probs to train on. Fix: num_beams: 1"),
+    (f"{INFER}.generating_args.num_beams", [f"{INFER}.generating_args.num_beams=4"], "one beam is sampling. Fix: num_beams: 1"),
     (f"{INFER}.generating_args.num_return_sequences", [f"{INFER}.generating_args.num_return_sequences=8"],
      "8 here, and 4 at $.train_env_manager.group_size: the same setting twice"),
     (f"{TRAIN}.model_args.model_type", [f"{TRAIN}.model_args.model_type=trl"], "'trl' is not supported"),
-    (f"{LAKE}.env_manager_cls", [f"{LAKE}.env_manager_cls=my.DebateManager"], "no counterpart. Installed: stepwise, trajectory. Fix: env_manager: NAME"),
+    (f"{LAKE}.env_manager_cls", [f"{LAKE}.env_manager_cls=my.DebateManager"], "Installed: stepwise, trajectory. Fix: env_manager: NAME"),
     ("checkpoint_config", ["checkpoint_config={type: oss}"], "checkpoints of type 'oss' are not supported"),
     ("prompt_length", ["prompt_length=100"], "prompt_length needs response_length beside it"),
-    ("prompt_length", ["prompt_length=100", "response_length=32", "sequence_length=256"], "132 at") ,
+    ("prompt_length", ["prompt_length=100", "response_length=32", "sequence_length=256"], "= 132, but sequence_length is 256"),
     ("tracker_kwargs", ["tracker_kwargs={a: 1}"], "tracker_kwargs needs track_with: NAME beside it"),
     ("tracker_kwargs", ["track_with=[console, jsonl]", "tracker_kwargs={every: 1}"], "not clear among console, jsonl"),
     ("kl_penalty", ["kl_penalty=full"], "'full' is none of 'k1', 'abs', 'k2', 'k3'"),
@@ -275,9 +288,26 @@ def test_a_value_that_cannot_be_had_is_refused(run_yaml: Run, key: str, override
     assert any(f"$.{key}: " in p and message in p for p in caught.value.problems), caught.value.problems
 
 
+def test_every_key_of_the_schema_has_a_case() -> None:
+    blocks = {
+        RunConfig: "{}",
+        Role: f"{TRAIN}.{{}} {INFER}.{{}}",
+        ModelArgs: f"{TRAIN}.model_args.{{}}",
+        TrainingArgs: f"{TRAIN}.training_args.{{}}",
+        GeneratingArgs: f"{INFER}.generating_args.{{}}",
+        EnvManagerConfig: "train_env_manager.{}",
+        CustomEnv: f"{LAKE}.{{}}",
+        RewardNormalization: "reward_normalization.{}",
+    }
+    keys = [case[0] for cases in (USED, REFUSED) for case in cases]
+    names = [text.format(a.name, a.name).split() for cls, text in blocks.items() for a in attrs.fields(cls) if a.name != "algorithm"]
+    assert [n for n in names if not any(key == p or key.startswith(p + ".") for key in keys for p in n)] == []
+
+
 @pytest.mark.parametrize(
     "override",
-    [f"{TRAIN}.freeze_module_prefix=[]", f"{TRAIN}.ulysses_size=1", f"{TRAIN}.model_args.ulysses_size=null", "train_env_manager.group_size_redundancy=0",
+    [f"{TRAIN}.freeze_module_prefix=[]", f"{TRAIN}.ulysses_size=1", f"{TRAIN}.model_args.ulysses_size=null",
+     "train_env_manager.group_size_redundancy=0",
      "train_env_manager.group_filter_cls=null", "tracker_kwargs={}", "checkpoint_config=null"],
 )  # fmt: skip
 def test_a_feature_that_is_switched_off_needs_no_word(run_yaml: Run, override: str) -> None:

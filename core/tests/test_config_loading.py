@@ -64,7 +64,8 @@ save_steps: ~
     assert problems(run_yaml, text, "ppo_epochs=two", base=False) == [
         "override 'ppo_epochs=two': $.ppo_epochs: 'two' is text, a whole number is needed. "
         "Fix: write it without quotes (from the environment: ${oc.decode:${oc.env:NAME}})",
-        "run.yaml:1: $.max_steps: '8' is text, a whole number is needed. Fix: write it without quotes (from the environment: ${oc.decode:${oc.env:NAME}})",
+        "run.yaml:1: $.max_steps: '8' is text, a whole number is needed. "
+        "Fix: write it without quotes (from the environment: ${oc.decode:${oc.env:NAME}})",
         "run.yaml:2: $.rollout_batch_size: True is true or false, a whole number is needed. Fix: write a whole number",
         "run.yaml:4: $.gama: unknown key 'gama'. Did you mean 'gamma'? Fix: correct or remove it",
         "run.yaml:5: $.adv_estimator: no advantage estimator is named 'gppo'. Did you mean 'grpo'? Installed: gae, gigpo, grpo. "
@@ -77,7 +78,8 @@ save_steps: ~
         "run.yaml:10: $.actor_train.strategy_args.strategy_config.stag: unknown key 'stag'. Did you mean 'stage'? "
         "Known: betas, stage, tensor_model_parallel_size. Fix: correct or remove it",
         "run.yaml:13: $.train_env_manager.num_env_groups: 4.0 is a number, a whole number is needed. Fix: write a whole number",
-        "run.yaml:15: $.custom_envs.Lake.env_config.siez: environment 'lake' has no option 'siez'. Did you mean 'size'? Its options: is_slippery, size.",
+        "run.yaml:15: $.custom_envs.Lake.env_config.siez: environment 'lake' has no option 'siez'. Did you mean 'size'? "
+        "Its options: is_slippery, size.",
         "run.yaml:15: $.custom_envs.Lake.step: 'thred' is none of 'inline', 'thread', 'process'. Did you mean 'thread'? Fix: choose one of them",
         "run.yaml:17: $.loss_agg_mode: 'token_mean' is none of 'token-mean', 'seq-mean-token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm'. "
         "Did you mean 'token-mean'? Fix: choose one of them",
@@ -143,16 +145,18 @@ def test_every_float_that_python_prints_is_a_number(value: float) -> None:
     assert parse_value(text) == value
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(alphabet="abc ", max_size=5),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(alphabet="xyz", min_size=1, max_size=3), inner, max_size=3)))  # fmt: skip
+_LEAVES = st.none() | st.booleans() | st.integers() | st.text(alphabet="abc ", max_size=5)
+_KEYS = st.text(alphabet="xyz", min_size=1, max_size=3)
+
+
+@given(st.recursive(_LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner, max_size=3)))
 def test_yaml_data_is_read_as_yaml_reads_it(data: object) -> None:
     assert parse_value(yaml.safe_dump(data)) == data
 
 
-def test_merge_keys_and_anchors_work_and_are_no_duplicates(run_yaml: Run) -> None:
+def test_merge_keys_and_anchors_work_and_are_no_duplicates(run_yaml: Run, base_yaml: str) -> None:
     text = "  Pond: &pond {<<: *lake, max_steps: 3}\n  Third: *pond\n"
-    base = Path(__file__).parent.joinpath("conftest.py").read_text().split('BASE = """\\\n')[1].split('"""')[0]
-    config = run_yaml(base.replace("Lake: {env_type", "Lake: &lake {env_type") + text, base=False).config
+    config = run_yaml(base_yaml.replace("Lake: {env_type", "Lake: &lake {env_type") + text, base=False).config
     assert config.custom_envs["Pond"].env_config == {"size": 4}
     assert config.custom_envs["Third"].max_steps == 3
 
@@ -251,19 +255,18 @@ def test_a_free_key_that_nothing_reads_is_an_error(run_yaml: Run) -> None:
 # --- includes
 
 
-def test_included_files_lie_under_this_one_and_interpolate_with_it(run_yaml: Run) -> None:
+def test_included_files_lie_under_this_one_and_interpolate_with_it(run_yaml: Run, base_yaml: str) -> None:
     Path("config").mkdir()
     Path("config/envs.yaml").write_text(
         "library_of_values: 3\nturns: 5\nblocks:\n  Pond:\n    env_type: lake\n    max_steps: ${turns}\n    env_config: {is_slippery: true}\n"
     )
     text = "defaults:\n  - config/envs@_here_\n  - _self_\nturns: 7\n"
-    base = Path(__file__).parent.joinpath("conftest.py").read_text().split('BASE = """\\\n')[1].split('"""')[0]
-    loaded = run_yaml(text + base + "  Pond: ${blocks.Pond}\n", base=False)
+    loaded = run_yaml(text + base_yaml + "  Pond: ${blocks.Pond}\n", base=False)
     assert loaded.config.custom_envs["Pond"].max_steps == 7
     assert loaded.config.vars["library_of_values"] == 3
-    assert run_yaml(text + base + "  Pond: ${blocks.Pond}\n", "turns=9", base=False).config.custom_envs["Pond"].max_steps == 9
+    assert run_yaml(text + base_yaml + "  Pond: ${blocks.Pond}\n", "turns=9", base=False).config.custom_envs["Pond"].max_steps == 9
     Path("config/envs.yaml").write_text("blocks:\n  Pond: {env_type: lake, max_stepz: 3}\n")
-    found = problems(run_yaml, text + base + "  Pond: ${blocks.Pond}\nsave_steps: ${turns}\n", base=False)
+    found = problems(run_yaml, text + base_yaml + "  Pond: ${blocks.Pond}\nsave_steps: ${turns}\n", base=False)
     assert len(found) == 1
     assert found[0].startswith("config/envs.yaml:2: $.custom_envs.Pond.max_stepz: unknown key")
 

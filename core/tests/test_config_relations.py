@@ -36,7 +36,7 @@ CRITIC = "critic: {training_args: {per_device_train_batch_size: 16}}\n"
         (CRITIC.replace("16", "5"), ["adv_estimator=gae"], "$.critic.training_args.gradient_accumulation_steps: U = per_device_train_batch_size 5 ×"),
         ("", ["adv_estimator=gae"], "adv_estimator 'gae' needs the values of a critic"),
         ("", ["actor_infer.generating_args.temperature=0"], "$.actor_infer.generating_args.temperature: training samples at temperature 0"),
-        ("", ["train_env_manager.generating_args={temperature: 0}"], "$.train_env_manager.generating_args.temperature: training samples at temperature 0"),
+        ("", ["train_env_manager.generating_args={temperature: 0}"], "$.train_env_manager.generating_args.temperature: training samples"),
         ("", ["actor_infer.generating_args.max_new_tokens=256"], "max_new_tokens 256 leaves no room for a prompt in sequence_length 256"),
         (VAL, ["val_env_manager.generating_args={max_new_tokens: 999}"], "$.val_env_manager.generating_args.max_new_tokens: max_new_tokens 999"),
         ("", ["actor_infer.generating_args.top_p=0"], "$.actor_infer.generating_args.top_p: 0.0: top_p must be above 0 and at most 1"),

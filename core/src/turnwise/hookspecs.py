@@ -13,7 +13,7 @@ hookimpl = pluggy.HookimplMarker("turnwise")
 
 
 def _names(values: Iterable[str]) -> tuple[str, ...]:
-    return tuple(values)
+    return (values,) if isinstance(values, str) else tuple(values)  # a bare text is one name, not its letters
 
 
 @frozen

@@ -9,7 +9,8 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,6 +40,16 @@ class Entry:
     def name(self) -> str:
         """The name that the YAML uses."""
         return self.implementation.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name, then its aliases: all that it answers to."""
+        return (self.name, *self.implementation.aliases)
+
+    @property
+    def owner(self) -> str:
+        """The distribution and its version, or the file or module."""
+        return f"{self.distribution} {self.version}".rstrip()
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -99,7 +110,7 @@ class Registry:
     broken: list[Broken] = field(factory=list)
     blocked: set[str] = field(factory=set)
     _seen: set[str] = field(factory=set)
-    _manager: pluggy.PluginManager = field(factory=lambda: _manager())
+    _manager: pluggy.PluginManager = field(factory=lambda: _manager())  # noqa: PLW0108 (defined below)
 
     @classmethod
     def discover(cls) -> Registry:
@@ -117,18 +128,19 @@ class Registry:
     def find(self, kind: str, name: str) -> Entry:
         """The entry that answers to `name`. Raises PluginError: unknown (with the nearest name), duplicate, or of a broken plugin."""
         known = self.entries(kind)
-        hits = [e for e in known if name == e.name] or [e for e in known if name in e.implementation.aliases]
+        hits = [e for e in known if name in e.names]
         if len(hits) == 1:
             return hits[0]
         label = kind.replace("_", " ")
         if len(hits) > 1:
-            owners = " and ".join(f"{e.distribution} {e.version}" for e in hits)
+            owners = " and ".join(e.owner + (f" (an alias of {e.name!r})" if e.name != name else "") for e in hits)
             raise PluginError(f"{label} {name!r} is provided twice: by {owners}. Fix: uninstall one, or block it with plugins: ['no:NAME'].")
-        broken = "".join(f" Broken: {b.plugin} ({b.why})." for b in self.broken)
-        cause = next((b.error for b in self.broken if b.error is not None), None)
-        names = [n for e in known for n in (e.name, *e.implementation.aliases)]
+        faulty = [b for b in self.broken if not self._is_blocked(b.plugin, b.distribution)]
+        notes = "".join(f" Broken: {b.plugin} ({b.why})." for b in faulty) + (f" Blocked: {listed(self.blocked)}." if self.blocked else "")
+        cause = next((b.error for b in faulty if b.error is not None), None)
         raise PluginError(
-            f"no {label} is named {name!r}.{did_you_mean(name, names)} Installed: {listed(e.name for e in known)}.{broken} "
+            f"no {label} is named {name!r}.{did_you_mean(name, [n for e in known for n in e.names])} "
+            f"Installed: {listed(e.name for e in known)}.{notes} "
             "Fix: correct the name, or pip install the plugin that provides it and name it under plugins:."
         ) from cause
 
@@ -143,8 +155,9 @@ class Registry:
             options = dict(config or {})
             self.check_options(entry, options)
             return target(**options)
-        if entry.implementation.config is not None:
-            return target(entry.config_class()() if config is None else config, context)
+        config_class = entry.config_class()
+        if config_class is not None:
+            return target(config_class() if config is None else config, context)
         if isinstance(config, Mapping):
             self.check_options(entry, config)
             return target(None, context, **config)
@@ -152,7 +165,10 @@ class Registry:
 
     def check_options(self, entry: Entry, options: Mapping[str, Any]) -> None:
         """Compare options with the constructor's signature, for implementations without a config class. Raises PluginError."""
-        parameters = inspect.signature(entry.target()).parameters
+        try:
+            parameters = inspect.signature(entry.target()).parameters
+        except ValueError:  # a class written in C tells none; it judges its options itself
+            return
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return
         known = [n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -170,74 +186,92 @@ class Registry:
 
         Raises PluginError that names everything that is missing at once, with the pip command.
         """
-        problems: list[str] = []
-        wanted: list[str] = []
+        problems: list[_UndeclaredError] = []
         for item in plugins:
-            if item.startswith("no:"):
-                self.blocked.add(_canonical(item[3:]))
-            elif item.endswith(".py"):
-                problems += self._declare_file((base or Path()) / item, item)
-            elif re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", item):
-                problems += self._declare_module(item)
-            else:
-                line, requirement = self._declare_requirement(item)
-                problems += line
-                wanted += requirement
+            try:
+                self._declare_one(item, base or Path())
+            except _UndeclaredError as problem:
+                problems.append(problem)
         if problems:
+            wanted = [p.install for p in problems if p.install]
             fix = f" Fix: pip install {' '.join(repr(w) for w in wanted)}" if wanted else ""
-            raise PluginError("plugins: " + "; ".join(problems) + "." + fix)
+            cause = next((p.__cause__ for p in problems if p.__cause__ is not None), None)
+            raise PluginError("plugins: " + "; ".join(str(p) for p in problems) + "." + fix) from cause
 
-    def _declare_file(self, path: Path, item: str) -> list[str]:
-        key = str(path.resolve())
-        if key in self._seen:
-            return []
+    def _declare_one(self, item: str, base: Path) -> None:
+        if item.startswith("no:"):
+            self.blocked.add(_canonical(item[3:]))
+        elif item.endswith(".py"):
+            self._declare_file(base / item, item)
+        elif re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", item):
+            self._declare_module(item)
+        else:
+            self._declare_requirement(item)
+
+    def _declare_file(self, path: Path, item: str) -> None:
+        path = path.resolve()
+        if str(path) in self._seen:
+            return
         if not path.is_file():
-            return [f"the file {item!r} does not exist"]
-        name = "turnwise_file_" + re.sub(r"\W", "_", path.stem)
+            raise _UndeclaredError(f"the file {item!r} does not exist")
+        name = f"turnwise_file_{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{zlib.crc32(str(path).encode()):08x}"  # two folders may hold one each
         spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # so that its classes pickle
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
-            return [self._break(item, item, "", f"{type(error).__name__}: {error}", error)]
-        return self._declared(module, item, key)
+        except (Exception, SystemExit) as error:
+            del sys.modules[name]
+            raise self._undeclared(item, error) from error
+        self._declared(module, item, str(path))
 
-    def _declare_module(self, item: str) -> list[str]:
+    def _declare_module(self, item: str) -> None:
         if item in self._seen:
-            return []
+            return
         try:
             module = importlib.import_module(item)
-        except Exception as error:
-            return [self._break(item, item, "", f"{type(error).__name__}: {error}", error)]
-        return self._declared(module, item, item)
+        except (Exception, SystemExit) as error:
+            if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{item}.".startswith(f"{error.name}."):
+                raise _UndeclaredError(f"the module {item!r} is not installed") from error
+            raise self._undeclared(item, error) from error
+        self._declared(module, item, item)
 
-    def _declared(self, module: ModuleType, item: str, key: str) -> list[str]:
+    def _declared(self, module: ModuleType, item: str, key: str) -> None:
         before = len(self.broken)
         self._register(module, item, item, "")
         if len(self.broken) > before:
-            return [f"{item!r} is broken: {self.broken[-1].why}"]
+            raise _UndeclaredError(f"{item!r} is broken: {self.broken[-1].why}") from self.broken[-1].error
         self._seen.add(key)
-        return []
 
-    def _declare_requirement(self, item: str) -> tuple[list[str], list[str]]:
+    def _undeclared(self, item: str, error: BaseException) -> _UndeclaredError:
+        self._break(item, item, "", _what(error), error)
+        return _UndeclaredError(f"{item!r} is broken: {_what(error)}")
+
+    def _declare_requirement(self, item: str) -> None:
         from packaging.requirements import InvalidRequirement, Requirement
 
         try:
             requirement = Requirement(item)
         except InvalidRequirement as error:
-            return [f"{item!r} is not a requirement, a module or a .py file ({error})"], []
+            why = str(error).split("\n", maxsplit=1)[0]
+            raise _UndeclaredError(f"{item!r} is not a requirement, a module or a .py file ({why})") from error
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            return
         try:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
             if _installed(item):
-                return self._declare_module(item), []
-            return [f"{requirement.name!r} is not installed{did_you_mean(requirement.name, [e.distribution for e in self._entries])}"], [item]
+                self._declare_module(item)
+                return
+            near = did_you_mean(requirement.name, {e.distribution for e in self._entries}).strip(" ?")
+            raise _UndeclaredError(f"{requirement.name!r} is not installed" + (f" ({near}?)" if near else ""), install=item) from None
         if not requirement.specifier.contains(version, prereleases=True):
-            return [f"{requirement.name!r} {version} is installed, {item!r} is wanted"], [item]
+            raise _UndeclaredError(f"{requirement.name!r} {version} is installed, {item!r} is wanted", install=item)
         broken = next((b for b in self.broken if _canonical(b.distribution) == _canonical(requirement.name)), None)
-        return ([f"{requirement.name!r} is broken: {broken.why}"] if broken else []), []
+        if broken is not None:
+            raise _UndeclaredError(f"{requirement.name!r} is broken: {broken.why}") from broken.error
 
     def _load_entry_point(self, point: importlib.metadata.EntryPoint) -> None:
         distribution = point.dist.name if point.dist else "?"
@@ -250,44 +284,61 @@ class Registry:
             return
         try:
             module = point.load()
-        except Exception as error:  # a stranger's module may raise anything; it is isolated and reported
-            self._break(point.name, distribution, version, f"{type(error).__name__}: {error}", error)
+        except (Exception, SystemExit) as error:  # a stranger's module may raise anything; it is isolated and reported
+            self._break(point.name, distribution, version, _what(error), error)
             return
         self._register(module, point.name, distribution, version)
 
     def _register(self, module: Any, plugin: str, distribution: str, version: str) -> None:
-        marked = {n: f for n, f in vars(module).items() if getattr(f, "turnwise_impl", None) is not None}
-        for name in marked:
-            if name not in KINDS:
-                self._break(plugin, distribution, version, f"unknown hook {name!r}.{did_you_mean(name, KINDS)} Hooks: {listed(KINDS)}", None)
-                return
         if self._manager.is_registered(module):  # named under plugins: and installed too
             return
-        self._manager.register(module, name=f"{distribution}:{plugin}")
+        marked = {n: f for n, f in getattr(module, "__dict__", {}).items() if inspect.isroutine(f) and getattr(f, "turnwise_impl", None) is not None}
+        unknown = next((name for name in marked if name not in KINDS), None)
+        if unknown is not None or not marked:
+            why = "it has no hook." if unknown is None else f"unknown hook {unknown!r}.{did_you_mean(unknown, KINDS)}"
+            self._break(plugin, distribution, version, f"{why} Hooks, each marked @turnwise.hookimpl: {listed(KINDS)}", None)
+            return
         fresh: list[Entry] = []
-        for hook, kind in KINDS.items():
-            if hook not in marked:
-                continue
-            try:
-                records = marked[hook]()
-                fresh += [Entry(kind, _record(r, hook), plugin, distribution, version) for r in records]
-            except Exception as error:  # as above
-                self._break(plugin, distribution, version, f"hook {hook!r}: {type(error).__name__}: {error}", error)
-                return
+        hook = ""
+        try:
+            self._manager.register(module, name=f"{distribution}:{plugin}:{len(self._manager.get_plugins())}")
+            for hook, kind in KINDS.items():
+                if hook in marked:
+                    fresh += [Entry(kind, record, plugin, distribution, version) for record in _records(marked[hook](), hook)]
+        except (Exception, SystemExit) as error:  # as above
+            self._break(plugin, distribution, version, f"hook {hook!r}: {_what(error)}" if hook else _what(error), error)
+            return
         self._entries += fresh
 
-    def _break(self, plugin: str, distribution: str, version: str, why: str, error: BaseException | None) -> str:
+    def _break(self, plugin: str, distribution: str, version: str, why: str, error: BaseException | None) -> None:
         self.broken.append(Broken(plugin, distribution, version, why, error))
-        return f"{plugin!r} is broken: {why}"
 
     def _is_blocked(self, plugin: str, distribution: str) -> bool:
         return bool(self.blocked & {_canonical(plugin), _canonical(distribution), _canonical(distribution).removeprefix("turnwise-")})
 
 
-def _record(record: Any, hook: str) -> Implementation:
-    if not isinstance(record, Implementation):
-        raise TypeError(f"{hook} returned {record!r:.60}; it must return a list of turnwise.Implementation")
-    return record
+class _UndeclaredError(Exception):
+    """One item of `plugins:` that is not there or does not work; `install`: what pip would have to install."""
+
+    def __init__(self, line: str, install: str = "") -> None:
+        super().__init__(line)
+        self.install = install
+
+
+def _what(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _records(records: Any, hook: str) -> list[Implementation]:
+    """What a hook returned, if it is a list of usable records; else TypeError."""
+    if not isinstance(records, list | tuple):
+        raise TypeError(f"{hook} returned {records!r:.60}; it must return a list of turnwise.Implementation")
+    for record in records:
+        if not isinstance(record, Implementation):
+            raise TypeError(f"{hook} returned {record!r:.60} in its list; it must return a list of turnwise.Implementation")
+        if not (isinstance(record.name, str) and record.name):
+            raise TypeError(f"{hook} returned an Implementation whose name is {record.name!r:.60}; it must be text")
+    return list(records)
 
 
 def _manager() -> pluggy.PluginManager:
@@ -301,23 +352,26 @@ def _canonical(name: str) -> str:
 
 
 def _installed(name: str) -> bool:
-    if name in sys.modules:
+    if sys.modules.get(name) is not None:
         return True
     try:
         return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
+    except Exception:  # of a dotted name the parent is imported, and it may raise anything
         return False
 
 
 def _core_range(point: importlib.metadata.EntryPoint) -> str:
     """Why the plugin's requirement on the core does not admit this core, or the empty string."""
-    from packaging.requirements import Requirement
+    from packaging.requirements import InvalidRequirement, Requirement
 
     from turnwise import __version__
 
     for text in (point.dist.requires or ()) if point.dist else ():
-        if re.match(r"turnwise(?![\w.-])", text):
-            requirement = Requirement(text)
+        if re.match(r"turnwise(?![\w.-])", text, re.IGNORECASE):
+            try:
+                requirement = Requirement(text)
+            except InvalidRequirement:
+                return f"its requirement {text!r} cannot be read"
             if (requirement.marker is None or requirement.marker.evaluate({"extra": ""})) and not requirement.specifier.contains(
                 __version__, prereleases=True
             ):
@@ -340,8 +394,3 @@ def reset_registry() -> None:
     """Forget the process's registry; the next use discovers again (for tests)."""
     global _registry  # noqa: PLW0603
     _registry = None
-
-
-def plugins_of(entries: Iterable[Entry]) -> Iterator[str]:
-    """The distributions behind some entries, each once."""
-    yield from dict.fromkeys(e.distribution for e in entries)

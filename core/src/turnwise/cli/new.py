@@ -115,10 +115,13 @@ def _words(kind: str, name: str) -> dict[str, str]:
     parts = [part.lower() for part in re.split("[-_]", name)]
     lower, upper = (int(n) for n in __version__.split(".")[:2])
     needs = (f"turnwise>={lower}.{upper},<{lower}.{upper + 1}", *(("numpy>=1.26",) if kind in WITH_NUMPY else ()), *TEMPLATES[kind].needs)
-    choices = dict.fromkeys(TEMPLATES, "fake") | {"runtime": "local", kind: "_".join(parts)}
+    yaml_name = "_".join(parts)
     return {
-        **choices,
-        "name": "_".join(parts),
+        **dict.fromkeys(TEMPLATES, "fake"),
+        "runtime": "local",
+        kind: yaml_name,
+        "player": yaml_name if kind == "inference_backend" else "",
+        "name": yaml_name,
         "distribution": "-".join(["turnwise", *parts]),
         "module": "_".join(["turnwise", *parts]),
         "Class": "".join(part[0].upper() + part[1:] for part in parts),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,30 +16,36 @@ from turnwise.plugins import registry
 def show(as_json: bool) -> None:
     """Print every implementation and every broken plugin. Plain text: a table library would cost more than the listing."""
     known = registry()
-    names: dict[tuple[str, str], int] = {}
-    for e in known.entries():
-        names[e.kind, e.name] = names.get((e.kind, e.name), 0) + 1
-    rows = [
+    names = Counter((e.kind, name) for e in known.entries() for name in set(e.names))
+    rows: list[dict[str, Any]] = [
         {
             "kind": e.kind,
             "name": e.name,
             "distribution": e.distribution,
             "version": e.version,
-            "status": "duplicate" if names[e.kind, e.name] > 1 else e.status,
+            "status": "duplicate" if any(names[e.kind, name] > 1 for name in e.names) else e.status,
             "aliases": list(e.implementation.aliases),
             "summary": e.implementation.summary,
         }
         for e in known.entries()
     ]
     rows += [
-        {"kind": "plugin", "name": b.plugin, "distribution": b.distribution, "version": b.version, "status": f"broken: {b.why}", "aliases": [], "summary": ""}
+        {
+            "kind": "plugin",
+            "name": b.plugin,
+            "distribution": b.distribution,
+            "version": b.version,
+            "status": f"broken: {b.why}",
+            "aliases": [],
+            "summary": "",
+        }
         for b in known.broken
     ]
     if as_json:
         click.echo(json.dumps(rows, indent=1))
         return
     columns = ("kind", "name", "distribution", "version", "status", "summary")
-    widths = {c: max(len(c), *(len(str(r[c])) for r in rows)) for c in columns}
+    widths = {c: max([len(c), *(len(str(r[c])) for r in rows)]) for c in columns}
     for row in [{c: c for c in columns}, *rows]:
         click.echo("  ".join(str(row[c]).ljust(widths[c]) for c in columns).rstrip())
 

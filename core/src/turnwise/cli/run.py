@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from turnwise.config.loader import Loaded, load
 from turnwise.config.schema import Choice
 from turnwise.data.trajectory import Trajectory
 from turnwise.errors import TurnwiseError
-from turnwise.pipeline import frames, play
+from turnwise.pipeline import checkpoint, frames, play
 from turnwise.pipeline import plan as planning
 from turnwise.pipeline.loop import Interrupted, Pipeline
 from turnwise.pipeline.preflight import preflight, refuse
@@ -39,30 +40,51 @@ def train(path: Path, overrides: Sequence[str]) -> None:
     loaded = _loaded(path, overrides)
     config = loaded.config
     refuse(preflight(config, path.parent))
-    _log_to(Path(config.logging_dir or config.output_dir))
+    logs = Path(config.logging_dir or config.output_dir)
+    log = _log_to(logs)
     pipeline = Pipeline(config, path.parent, to_plain(config))
     try:
         outcome = asyncio.run(pipeline.run())
-    except (TurnwiseError, KeyboardInterrupt) as error:
-        again = _resume_command(path, overrides)
-        where = f"saved: {pipeline.saved}\nresume: {again}" if pipeline.saved else "saved: nothing yet"
-        logging.getLogger("turnwise").error("%s", error)
+    except (Exception, KeyboardInterrupt) as error:
+        where = f"saved: {pipeline.saved or 'nothing yet'}"
+        if pipeline.saved is not None:
+            where += f"\nresume: {_resume_command(path, overrides, pipeline)}"
         if isinstance(error, Interrupted | KeyboardInterrupt):
             click.echo(f"{str(error) or 'stopped at once'}\n{where}", err=True)
             sys.exit(130)
-        error.add_note(where)
-        raise
+        log.info("the run ended with an error", exc_info=error)
+        if isinstance(error, TurnwiseError):
+            error.add_note(where)
+            raise
+        unforeseen = _unforeseen(error, logs)
+        unforeseen.add_note(where)
+        raise unforeseen from error
+    finally:
+        _end_log(log)
     click.echo(outcome.report)
     if outcome.checkpoint is not None and config.val_env_manager is not None:
-        click.echo(f"watch it play: turnwise rollout {' '.join([str(path), *overrides])} --model latest --episodes 3")
+        click.echo(f"watch it play: {_command('rollout', path, overrides)} --model latest --episodes 3")
 
 
-def _resume_command(path: Path, overrides: Sequence[str]) -> str:
+def _unforeseen(error: Exception, logs: Path) -> TurnwiseError:
+    """An error that nothing foresaw (of a plugin, or of the machine), as one line."""
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    return TurnwiseError(f"the run failed: {what}. The traceback is in {logs / 'run.log'}.")
+
+
+def _command(name: str, path: Path, overrides: Sequence[str]) -> str:
+    return shlex.join(["turnwise", name, str(path), *overrides])
+
+
+def _resume_command(path: Path, overrides: Sequence[str], pipeline: Pipeline) -> str:
+    """The command that goes on from `pipeline.saved`: the newest checkpoint of the run, or one that it was itself resumed from."""
+    newest = checkpoint.listed(pipeline.folders.checkpoints)[-1:]
+    which = "true" if newest == [pipeline.saved] else str(pipeline.saved)
     kept = [o for o in overrides if not o.startswith("resume_from_checkpoint=")]
-    return " ".join(["turnwise train", str(path), *kept, "resume_from_checkpoint=true"])
+    return _command("train", path, [*kept, f"resume_from_checkpoint={which}"])
 
 
-def _log_to(folder: Path) -> None:
+def _log_to(folder: Path) -> logging.Logger:
     """Messages of the run go to `run.log`, warnings to the terminal too."""
     folder.mkdir(parents=True, exist_ok=True)
     log = logging.getLogger("turnwise")
@@ -73,6 +95,13 @@ def _log_to(folder: Path) -> None:
     terminal.setLevel(logging.WARNING)
     terminal.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     log.handlers = [file, terminal]
+    return log
+
+
+def _end_log(log: logging.Logger) -> None:
+    for handler in log.handlers[:]:
+        log.removeHandler(handler)
+        handler.close()
 
 
 def evaluate(

@@ -115,6 +115,9 @@ def _lengths(edit: Edit) -> None:
     edit.path, edit.value = ("prompt_length",), prompt
     if type(prompt) is not int or type(response) is not int:
         edit.refuse("prompt_length needs response_length beside it, both whole numbers", "write sequence_length and max_new_tokens")
+    elif edit.data.get("sequence_length", prompt + response) != prompt + response:
+        total = f"prompt_length {prompt} + response_length {response} = {prompt + response}"
+        edit.refuse(f"{total}, but sequence_length is {edit.data['sequence_length']!r}", "keep sequence_length and max_new_tokens alone")
     elif edit.put(("sequence_length",), prompt + response):
         edit.note(f"prompt_length + response_length is sequence_length {prompt + response} here")
 

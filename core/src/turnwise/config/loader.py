@@ -66,14 +66,14 @@ def _declare(merged: Merged, folder: FilePath, registry: Registry, report: Repor
     """Make the YAML's `plugins:` available first: what they bring may be named anywhere."""
     try:
         wanted = OmegaConf.select(merged.config, "plugins")
+        names = [item for item in wanted if isinstance(item, str)] if OmegaConf.is_list(wanted) else []
     except OmegaConfBaseException:
         return  # told when everything is resolved
-    if OmegaConf.is_list(wanted):
-        try:
-            registry.declare([item for item in wanted if isinstance(item, str)], folder)
-        except PluginError as error:
-            report.cause = error.__cause__ or error
-            report.error(("plugins",), str(error).removeprefix("plugins: "))
+    try:
+        registry.declare(names, folder)
+    except PluginError as error:
+        report.cause = error.__cause__ or error
+        report.error(("plugins",), str(error).removeprefix("plugins: "))
 
 
 def _presets(found: Includes, merged: Merged, registry: Registry, report: Report) -> None:

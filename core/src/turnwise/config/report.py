@@ -107,6 +107,7 @@ class Report:
             raise ConfigError(self.problems) from self.cause
 
     def _line(self, path: Path, text: str) -> str:
+        text = " ".join(part.strip() for part in text.splitlines())  # what a plugin or a parser says may have several
         return f"{self.sources.where(path)}: {dotted(self.sources.written(path))}: {text}"
 
 

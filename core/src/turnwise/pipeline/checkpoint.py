@@ -14,6 +14,7 @@ from attrs import frozen
 from turnwise.errors import CheckpointError
 
 PREFIX = "checkpoint-"
+TEMPORARY = ".tmp-"
 MANIFEST = "manifest.json"
 
 
@@ -32,10 +33,11 @@ async def save(root: Path, step: int, state: Mapping[str, Any], write: Callable[
     Whatever goes wrong, no half checkpoint is left and older ones stay whole. Raises CheckpointError (disk full, not writable).
     """
     final = root / f"{PREFIX}{step:06d}"
-    temporary = root / f".tmp-{PREFIX}{step:06d}-{os.getpid()}"
+    temporary = root / f"{TEMPORARY}{final.name}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in root.glob(f"{TEMPORARY}*"):  # by a run that was killed while it saved
+            shutil.rmtree(left)
         temporary.mkdir()
         await write(temporary)
         files = {str(p.relative_to(temporary)): p.stat().st_size for p in sorted(temporary.rglob("*")) if p.is_file()}
@@ -94,6 +96,24 @@ def prune(root: Path, keep: int | None) -> None:
     """Delete all but the newest `keep` checkpoints."""
     for old in listed(root)[: -keep or None] if keep else []:
         shutil.rmtree(old)
+
+
+def set_aside(root: Path, start: Checkpoint | None) -> Path | None:
+    """Move the checkpoints that are not part of the run which begins at `start` (None: anew) to a folder beside `root`, and return it.
+
+    Left there, `the newest` would mean one of another run. Those before `start` in its own folder are its past and stay.
+    """
+    past = start.step if start is not None and start.folder.resolve().parent == root.resolve() else -1
+    foreign = [folder for folder in listed(root) if step_of(folder) > past]
+    if not foreign:
+        return None
+    number = 1
+    while (aside := root.with_name(f"{root.name}-old-{number}")).exists():
+        number += 1
+    aside.mkdir()
+    for folder in foreign:
+        os.rename(folder, aside / folder.name)
+    return aside
 
 
 def _make_durable(folder: Path) -> None:

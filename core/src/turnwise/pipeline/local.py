@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from typing import Any
@@ -23,10 +24,15 @@ class LocalHandle:
         self._thread.start()
         self._target: Any = None
         self._plan = plan
+        self._left_behind = False
 
     async def start(self) -> LocalHandle:
         """Build the strategy on its thread."""
-        self._target = await self._submit(lambda: registry().build(self._plan.kind, self._plan.implementation, self._plan.config, self._plan.context))
+        try:
+            self._target = await self._submit(lambda: registry().build(self._plan.kind, self._plan.implementation, self._plan.config, self._plan.context))
+        finally:
+            if self._target is None:
+                self._work.put(None)
         return self
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -44,9 +50,13 @@ class LocalHandle:
         self._work.put((call, loop, future))
         try:
             return await asyncio.wait_for(asyncio.shield(future), self._timeout)
+        except asyncio.CancelledError:
+            self._left_behind |= not future.done()
+            raise
         except TimeoutError as error:
             if future.done():  # the call itself raised TimeoutError
                 raise
+            self._left_behind = True
             raise TrainerError(
                 f"{self._role}: {what} did not end within runtime_timeout = {self._timeout:g} s. Fix: raise runtime_timeout, or lower the batch."
             ) from error
@@ -58,12 +68,12 @@ class LocalHandle:
                 outcome, error = call(), None
             except BaseException as problem:  # handed to whoever awaits the call
                 outcome, error = None, problem
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
                 loop.call_soon_threadsafe(_settle, future, outcome, error)
 
     async def close(self) -> None:
-        """Close the strategy and end the thread; may be called twice."""
-        if self._target is not None and self._thread.is_alive():
+        """Close the strategy and end the thread; may be called twice. A strategy that is still in a call which was given up is left behind."""
+        if self._target is not None and self._thread.is_alive() and not self._left_behind:
             await self.call("close")
         self._target = None
         self._work.put(None)

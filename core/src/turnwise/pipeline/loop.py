@@ -22,7 +22,7 @@ from turnwise.contracts.group_filter import FilterContext
 from turnwise.data.batch import Batch, build_batch
 from turnwise.data.rows import UpdateResult
 from turnwise.data.trajectory import Trajectory
-from turnwise.errors import EngineError, TurnwiseError
+from turnwise.errors import CheckpointError, EngineError, TurnwiseError
 from turnwise.pipeline import advantages, assembly, checkpoint, frames, metrics, report
 from turnwise.pipeline.old_logprobs import OldLogProbs
 from turnwise.pipeline.tracking import Tracking
@@ -54,6 +54,7 @@ class Pipeline:
         self.plain = plain
         self.folders = assembly.Folders.of(config)
         self.saved: Path | None = None
+        self._saved_step = -1
         self._stop = asyncio.Event()
         self._kl_coef = config.init_kl_coef
         self._history = report.History()
@@ -61,7 +62,8 @@ class Pipeline:
     async def run(self) -> Outcome:
         """Train to max_steps. Raises TurnwiseError (one line; `self.saved` is the newest checkpoint) or Interrupted."""
         start = checkpoint.to_resume(self.config.resume_from_checkpoint, self.folders.checkpoints)
-        self.saved = start.folder if start else None
+        if start is not None:
+            self._take_up(start)
         self.folders.output.mkdir(parents=True, exist_ok=True)
         self.runtime = assembly.runtime(self.config)
         self.tracking = Tracking(assembly.loggers(self.config, self.plain))
@@ -72,6 +74,11 @@ class Pipeline:
                 return await self._train(first)
         finally:
             await self._close()
+
+    def _take_up(self, start: checkpoint.Checkpoint) -> None:
+        if start.step > self.config.max_steps:
+            raise CheckpointError(f"{start.folder} is after step {start.step}, max_steps is {self.config.max_steps}. Fix: raise max_steps.")
+        self.saved, self._saved_step = start.folder, start.step
 
     async def _place_roles(self) -> None:
         config = self.config
@@ -125,35 +132,38 @@ class Pipeline:
             self._history = report.History.from_plain(start.state["history"])
             first = start.step
             log.info("resumed from %s at step %d", start.folder, first)
+        aside = checkpoint.set_aside(self.folders.checkpoints, start)
+        if aside is not None:
+            log.warning("checkpoints that an earlier run left in %s were moved to %s", self.folders.checkpoints, aside)
         self.tracking.resume(first)
         await self._sync(first)
         return first
 
     async def _train(self, first: int) -> Outcome:
         last: dict[str, float] = {}
+        times: dict[str, float] = {}
         for step in range(first, self.config.max_steps):
-            times: dict[str, float] = {}
             began = time.perf_counter()
             last = await self._evaluate(step, times) if self._evaluates(step) else {}
             last |= await self._step(step, times)
-            done = step + 1
-            if done < self.config.max_steps and self.config.save_steps and done % self.config.save_steps == 0:
-                await self._save(done, times)
             times["step"] = time.perf_counter() - began
             self._log(step, last, times)
+            done, times = step + 1, {}  # a checkpoint follows what it counts as logged; the time of saving is told with the next step
+            if done < self.config.max_steps and self.config.save_steps and done % self.config.save_steps == 0:
+                await self._save(done, times)
             if self._stop.is_set() and done < self.config.max_steps:
                 await self._interrupted(done)
-        return await self._finish(last, ran=first < self.config.max_steps)
+        return await self._finish(last, times, ran=first < self.config.max_steps)
 
-    async def _finish(self, last: dict[str, float], ran: bool) -> Outcome:
-        """The final evaluation, checkpoint and report. A run resumed after its last step reports again and saves nothing."""
-        step, times = self.config.max_steps, dict[str, float]()
+    async def _finish(self, last: dict[str, float], times: dict[str, float], ran: bool) -> Outcome:
+        """The final checkpoint, evaluation and report. A run resumed after its last step reports again and saves nothing."""
+        step = self.config.max_steps
+        if ran:
+            await self._save(step, times)
         if self.evaluator is not None and self.config.eval_at_end:
             final = await self._evaluate(step, times)
             self._log(step, final, times)
             last = last | final
-        if ran:
-            await self._save(step, times)
         text = report.write(self.folders.output, self.config, self._history, self.saved)
         self.tracking.artifact(step, "report", self.folders.output / "report.md")
         return Outcome(self.saved, text, last)
@@ -309,20 +319,20 @@ class Pipeline:
             await self.actor.call("export", folder / "model")
 
         with _timed(times, "save"):
-            self.saved = await checkpoint.save(self.folders.checkpoints, done, state, write)
+            self.saved, self._saved_step = await checkpoint.save(self.folders.checkpoints, done, state, write), done
             checkpoint.prune(self.folders.checkpoints, self.config.max_ckpt_to_keep)
         log.info("saved %s", self.saved)
 
     async def _interrupted(self, done: int) -> None:
         """Save what is finished and end the run."""
-        if self.saved is None or checkpoint.step_of(self.saved) != done:
+        if self._saved_step != done:
             await self._save(done, {})
         raise Interrupted(f"stopped after {done} of {self.config.max_steps} steps; saved {self.saved}")
 
     def _log(self, step: int, values: dict[str, float], times: dict[str, float]) -> None:
         values |= {f"time/{name}": seconds for name, seconds in times.items()} | metrics.system_metrics()
         self._history.last.update(values)
-        if step % self.config.logging_steps == 0 or step >= self.config.max_steps - 1:
+        if step % self.config.logging_steps == 0 or step >= self.config.max_steps - 1 or self._evaluates(step):
             self.tracking.scalars(step, values)
 
     @contextlib.contextmanager

@@ -11,8 +11,8 @@ import pytest
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation
-from turnwise.errors import ConfigError, EngineError, TurnwiseError
-from turnwise_players.config import HumanConfig, RandomConfig
+from turnwise.errors import EngineError, TurnwiseError
+from turnwise_players.config import HumanConfig
 from turnwise_players.fixtures import human_fixture, random_fixture
 from turnwise_players.human_player import HumanPlayer, PlayerLeft, render
 from turnwise_players.random_player import RandomPlayer
@@ -34,7 +34,7 @@ def play(player: RandomPlayer | HumanPlayer, *requests: Request) -> list[Generat
 
 
 def test_the_random_player_repeats_itself_by_seed_and_reaches_every_action_evenly() -> None:
-    player = RandomPlayer(RandomConfig(), CONTEXT)
+    player = RandomPlayer(None, CONTEXT)
     texts = [generation.text for generation in play(player, *map(ask, range(-200, 1800)))]
     assert texts == [generation.text for generation in play(player, *map(ask, range(-200, 1800)))]
     counts = [texts.count(action) for action in ACTIONS]
@@ -42,25 +42,20 @@ def test_the_random_player_repeats_itself_by_seed_and_reaches_every_action_evenl
     assert all(abs(count - 500) < 5 * np.sqrt(2000 * 0.25 * 0.75) for count in counts)
 
 
-def test_the_random_players_answer_is_the_template_around_a_legal_action_without_ids() -> None:
-    (generation,) = play(RandomPlayer(RandomConfig("<answer>{action}</answer>"), CONTEXT), ask(3, ("Stay",)))
-    assert generation.text == "<answer>Stay</answer>"
+def test_the_random_players_answer_is_a_legal_action_without_ids() -> None:
+    (generation,) = play(RandomPlayer(None, CONTEXT), ask(3, ("Stay",)))
+    assert generation.text == "Stay"
     assert (generation.ids, generation.logprobs, generation.versions, generation.finish) == (None, None, None, "stop")
+    assert generation.extras == {"action": "Stay"}
 
 
 def test_without_legal_actions_the_random_player_says_what_to_do() -> None:
     with pytest.raises(EngineError, match=r"environment of Lake told none\. Fix: put the legal texts into info\['actions'\]"):
-        play(RandomPlayer(RandomConfig(), CONTEXT), ask(0, ()))
-
-
-@pytest.mark.parametrize("config", [RandomConfig, HumanConfig])
-def test_a_template_without_the_action_is_refused(config: type) -> None:
-    with pytest.raises(ConfigError, match=r"does not hold \{action\}"):
-        config(template="Left")
+        play(RandomPlayer(None, CONTEXT), ask(0, ()))
 
 
 def test_players_take_messages_and_no_weights() -> None:
-    player = RandomPlayer(RandomConfig(), CONTEXT)
+    player = RandomPlayer(None, CONTEXT)
     assert (player.input, player.transports) == ("messages", ())
 
     async def main() -> None:
@@ -75,9 +70,10 @@ def test_players_take_messages_and_no_weights() -> None:
 
 def test_the_human_sees_the_last_messages_and_the_typed_line_is_the_answer() -> None:
     screen = io.StringIO()
-    player = HumanPlayer(HumanConfig("<{action}>", show=1), CONTEXT, io.StringIO("go left\n"), screen)
+    player = HumanPlayer(HumanConfig(show=1), CONTEXT, io.StringIO("go left\n"), screen)
     (generation,) = play(player, ask(0))
-    assert generation.text == "<go left>"
+    assert generation.text == "go left"
+    assert generation.extras == {"action": "go left"}
     shown = screen.getvalue()
     assert "Lake" in shown
     assert "[user]\nWhere to?" in shown

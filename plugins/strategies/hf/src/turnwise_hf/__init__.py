@@ -11,6 +11,7 @@ def model_sources() -> list[Implementation]:
             "hf",
             "turnwise_hf.source:HfModelSource",
             requires=("torch", "transformers"),
+            fixtures="turnwise_hf.fixtures:source_fixture",
             summary="a folder, a hub id, or a recipe for a tiny local model",
         )
     ]

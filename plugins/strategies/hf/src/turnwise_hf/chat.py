@@ -163,17 +163,17 @@ class HfChat:
         return after
 
     def _find_stop_ids(self) -> tuple[int, ...]:
-        stops = {self.tokenizer.eos_token_id}
+        """The template's own end of a turn first, then the tokenizer's, then what the folder's settings name."""
+        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
+        # The first special token after the assistant's content, if the template closes turns with one.
+        closing = self._encode(self._after_sentinel([], add_generation_prompt=False))
+        stops = [*[token for token in closing.tolist() if token in special][:1], self.tokenizer.eos_token_id]
         for name in ("generation_config.json", "config.json"):
             path = self.folder / name
             if path.is_file():
                 eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-                stops |= set(eos) if isinstance(eos, list) else {eos}
-        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
-        # The template's own end of a turn: the first special token after the assistant's content, if the template closes turns with one.
-        closing = self._encode(self._after_sentinel([], add_generation_prompt=False))
-        stops |= set([token for token in closing.tolist() if token in special][:1])
-        return tuple(sorted(stops - {None}))
+                stops += eos if isinstance(eos, list) else [eos]
+        return tuple(token for token in dict.fromkeys(stops) if token is not None)
 
     def _text_only(self, messages: Sequence[Message], images: Sequence[np.ndarray]) -> list[Message]:
         """The messages with lists of text parts joined. Raises ConfigError for images."""

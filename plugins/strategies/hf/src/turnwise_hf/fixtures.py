@@ -15,6 +15,7 @@ import torch
 
 from turnwise.contracts.chat import ModelSourceContext
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
+from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import float32
 from turnwise_hf.config import HfConfig
 from turnwise_hf.source import HfModelSource
@@ -33,7 +34,7 @@ def _folder() -> Path:
 
 
 def backend_fixture() -> dict[str, Any]:
-    """`config`, `context` (fp32, a recipe's model, its chat), `reference_logprobs(ids, temperature)` and `request(seed, …)`.
+    """`config`, `context` (fp32, a recipe's model, its chat), `reference_logprobs(ids, temperature)`, `offer(version)` and `request(seed, …)`.
 
     `reference_logprobs`: float32 [n] for ids [n], the log-prob of each id given those before it (0 for the first), of
     log_softmax(logits / temperature) of one plain forward pass in fp32.
@@ -54,5 +55,14 @@ def backend_fixture() -> dict[str, Any]:
         ids = chat.render([{"role": "user", "content": "Which way?"}])
         return Request(seed, GeneratingArgs(max_new_tokens, temperature), max_new_tokens, (0, 0, seed, 0, 0), ids=ids)
 
+    def offer(version: int) -> Offer:
+        return Offer("safetensors", version, {"folder": str(folder)})
+
     context = InferenceContext(folder, chat, dtype="fp32", sequence_length=256)
-    return {"config": HfConfig(), "context": context, "reference_logprobs": reference_logprobs, "request": request}
+    return {"config": HfConfig(), "context": context, "reference_logprobs": reference_logprobs, "request": request, "offer": offer}
+
+
+def source_fixture() -> dict[str, Any]:
+    """`pretrain`: the smallest recipe, whose tokenizer needs no texts of environments; `texts` that its chat can write."""
+    recipe = {"hidden_size": 16, "num_heads": 2, "num_layers": 1, "tokenizer": "byte_bpe", "vocab_size": 300}
+    return {"pretrain": {"recipe": recipe}, "texts": ["Left", "The goal is near: 2 down."]}

@@ -10,7 +10,6 @@ def inference_backends() -> list[Implementation]:
         Implementation(
             "random",
             "turnwise_players.random_player:RandomPlayer",
-            config="turnwise_players.config:RandomConfig",
             fixtures="turnwise_players.fixtures:random_fixture",
             summary="plays uniformly among the legal actions that the environment tells",
         ),

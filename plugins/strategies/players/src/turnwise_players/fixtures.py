@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
-from turnwise_players.config import HumanConfig, RandomConfig
+from turnwise_players.config import HumanConfig
 from turnwise_players.human_player import HumanPlayer
 
 
@@ -16,7 +16,7 @@ def _request(seed: int = 0) -> Request:
 
 def random_fixture() -> dict[str, Any]:
     """`config`, `context`, and `request(seed)`: a Request with messages and legal actions."""
-    return {"config": RandomConfig(), "context": InferenceContext(None, None), "request": _request}
+    return {"config": None, "context": InferenceContext(None, None), "request": _request}
 
 
 def human_fixture() -> dict[str, Any]:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from turnwise.contracts.inference import InferenceContext, Request
+from turnwise.contracts.player import Player, chosen
 from turnwise.data.trajectory import Generation
 from turnwise.errors import TurnwiseError
-from turnwise_players.base import Player, answer
 from turnwise_players.config import HumanConfig
 
 
@@ -37,7 +37,7 @@ class HumanPlayer(Player):
             if not line or line.strip().lower() == "q":
                 self._left = True
                 raise PlayerLeft("the human player left the game")
-            return answer(self._config.template, line.rstrip("\r\n"))
+            return chosen(line.rstrip("\r\n"))
 
     async def _read(self) -> str:
         """One line, read in a daemon thread: a thread that waits for the keyboard can be left behind, at Ctrl-C as well."""

@@ -5,17 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from turnwise.contracts.inference import InferenceContext, Request
+from turnwise.contracts.player import Player, chosen
 from turnwise.data.trajectory import Generation
 from turnwise.errors import EngineError
-from turnwise_players.base import Player, answer
-from turnwise_players.config import RandomConfig
 
 
 class RandomPlayer(Player):
     """The baseline that every trained model must beat."""
 
-    def __init__(self, config: RandomConfig, context: InferenceContext) -> None:
-        self._template = config.template
+    def __init__(self, config: None, context: InferenceContext) -> None:
+        """It has no options, and nothing of the context matters to it."""
 
     async def generate(self, request: Request) -> Generation:
         """One of `request.actions`. Raises EngineError if the environment told none."""
@@ -27,4 +26,4 @@ class RandomPlayer(Player):
             )
         # abs and the sign: a SeedSequence takes no negative number, and −1 and 1 are two seeds.
         generator = np.random.default_rng([abs(request.seed), int(request.seed < 0)])
-        return answer(self._template, request.actions[int(generator.integers(len(request.actions)))])
+        return chosen(request.actions[int(generator.integers(len(request.actions)))])

@@ -1,0 +1,51 @@
+"""Runs the command line and does something to its own process at the nth call of a function: `at.py MODULE:NAME NTH ACTION ARGUMENT…`.
+
+ACTION: `kill` (SIGKILL), `interrupt` (SIGINT, as Ctrl-C), `interrupt-twice`, `fill:BYTES` (no file may grow beyond, from now on).
+"""
+
+import functools
+import importlib
+import os
+import resource
+import signal
+import sys
+import time
+from typing import Any
+
+from turnwise.cli.main import main
+
+
+def act(action: str) -> None:
+    name, _, size = action.partition(":")
+    if name == "fill":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), int(size)))
+        return
+    os.kill(os.getpid(), signal.SIGKILL if name == "kill" else signal.SIGINT)
+    if name == "interrupt-twice":
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)  # as long as an update may take
+
+
+def watch(place: str, nth: int, action: str) -> None:
+    module, _, path = place.partition(":")
+    *owners, name = path.split(".")
+    owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
+    original = getattr(owner, name)
+    calls = 0
+
+    @functools.wraps(original)
+    def watched(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            act(action)
+        return original(*args, **options)
+
+    setattr(owner, name, watched)
+
+
+if __name__ == "__main__":
+    watch(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    sys.argv = ["turnwise", *sys.argv[4:]]
+    main()

@@ -1,0 +1,199 @@
+"""Whole runs for the tests that cross distributions: two small configurations, run here or in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import frozen
+from click.testing import CliRunner, Result
+
+from turnwise.cli.main import main
+from turnwise.plugins import reset_registry
+
+AT = Path(__file__).with_name("at.py")
+UNTIMED = ("time/", "tps/", "system/")
+
+FAKE = """\
+exp_name: fakes
+plugins: [turnwise.testing.plugin]
+seed: 1
+output_dir: out
+max_steps: 6
+eval_steps: 3
+save_steps: 2
+rollout_batch_size: 8
+sequence_length: 128
+runtime: local
+model_source: fake_source
+pretrain: fake
+adv_estimator: fake_estimator
+pg_variant: fake_loss
+batch_adjust_mode: fake_adjust
+actor_train:
+  training_args: {learning_rate: 5.0, per_device_train_batch_size: 4}
+  strategy_args: {strategy_name: fake_strategy}
+actor_infer:
+  generating_args: {max_new_tokens: 4, temperature: 1.0}
+  strategy_args: {strategy_name: fake_backend}
+train_env_manager: {num_env_groups: 2, group_size: 4, tags: [Count]}
+val_env_manager: {num_env_groups: 4, group_size: 1, tags: [Count]}
+custom_envs:
+  Count: {env_type: fake_env, env_manager: fake_manager, max_steps: 3, step: inline}
+track_with: [{use: jsonl, every: 1}]
+"""
+
+LAKE = """\
+exp_name: lake
+plugins: [turnwise-gymnasium, turnwise-managers, turnwise-hf, turnwise-torch, turnwise-grpo, turnwise-losses, turnwise-batching]
+seed: 1
+output_dir: out
+max_steps: 6
+eval_steps: 3
+save_steps: 2
+rollout_batch_size: 16
+sequence_length: 256
+pretrain: {recipe: {architecture: qwen2, num_layers: 1, hidden_size: 16, num_heads: 2, tokenizer: word}}
+adv_estimator: grpo
+pg_variant: ppo
+kl_loss_coef: 0.01
+entropy_loss_coef: {start: 0.01, end: 0.0}
+actor_train:
+  model_args: {dtype: fp32, disable_gradient_checkpointing: true}
+  training_args: {learning_rate: 1.0e-2, lr_scheduler_type: linear, per_device_train_batch_size: 4, gradient_accumulation_steps: 2}
+  strategy_args: {strategy_name: torch}
+actor_infer:
+  model_args: {dtype: fp32}
+  generating_args: {max_new_tokens: 2, temperature: 1.0}
+  strategy_args: {strategy_name: hf}
+train_env_manager: {num_env_groups: 4, group_size: 4, tags: [Lake]}
+val_env_manager: {num_env_groups: 16, group_size: 1, tags: [Lake]}
+custom_envs:
+  Lake:
+    env_type: frozen_lake
+    env_manager: {use: stepwise, history_length: 1}
+    max_steps: 4
+    step: inline
+    env_config: {random_start_goal: true, observation: relative, hole_penalty: -0.5, invalid_penalty: -0.3}
+baselines: [random]
+track_with: [{use: jsonl, every: 1}]
+"""
+
+
+@frozen
+class Run:
+    """A configuration in a folder of its own, which is the current folder of everything that is run."""
+
+    folder: Path
+    yaml: Path
+
+    def command(self, *arguments: str, input: str | None = None) -> Result:
+        """`turnwise ARGUMENTS` in this process; `run.yaml` names the configuration."""
+        here = Path.cwd()
+        os.chdir(self.folder)
+        try:
+            return CliRunner().invoke(main, list(arguments), input=input)
+        finally:
+            os.chdir(here)
+
+    def train(self, *overrides: str) -> Result:
+        """`turnwise train run.yaml OVERRIDES` in this process; it must succeed."""
+        result = self.command("train", "run.yaml", *overrides)
+        assert result.exit_code == 0, result.output + repr(result.exception)
+        return result
+
+    def process(self, *arguments: str, at: tuple[str, int, str] | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """`turnwise ARGUMENTS` in a process of its own, which does something to itself at the nth call of a function (see at.py)."""
+        before = [str(AT), *map(str, at)] if at else ["-m", "turnwise.cli.main"]
+        return subprocess.run(
+            [sys.executable, *before, *arguments], cwd=self.folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=timeout
+        )
+
+    def metrics(self, out: str = "out", timed: bool = False) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, without what time makes of them."""
+        lines = [json.loads(line) for line in (self.folder / out / "metrics.jsonl").read_text().splitlines()]
+        return lines if timed else [{k: v for k, v in line.items() if not k.startswith(UNTIMED)} for line in lines]
+
+    def trajectories(self, split: str, out: str = "out") -> str:
+        """The whole file of trajectories."""
+        return (self.folder / out / "trajectories" / f"{split}.jsonl").read_text()
+
+    def checkpoints(self, out: str = "out") -> list[int]:
+        """The steps of the checkpoints; nothing else may lie in their folder."""
+        names = sorted(p.name for p in (self.folder / out / "checkpoints").iterdir())
+        return [int(name.removeprefix("checkpoint-")) for name in names]
+
+    def same(self, other: Run, out: str = "out", theirs: str = "out") -> None:
+        """Assert that two runs left the same metrics and trajectories, to the last bit, and the same report."""
+        assert self.metrics(out) == other.metrics(theirs)
+        for split in ("train", "val"):
+            assert self.trajectories(split, out) == other.trajectories(split, theirs)
+        report, expected = ((run.folder / name / "report.md").read_text() for run, name in ((self, out), (other, theirs)))
+        assert report.replace(out, "") == expected.replace(theirs, "")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Torch computes with one thread, here as in the processes that the tests start: sums depend on it in the last bit."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def fresh_registry() -> Iterator[None]:
+    """What a test declares or breaks is gone after it."""
+    reset_registry()
+    yield
+    reset_registry()
+
+
+@pytest.fixture(scope="session")
+def make_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """`make_run(yaml)`: a run in a new folder."""
+
+    def make(yaml: str) -> Run:
+        folder = tmp_path_factory.mktemp("run")
+        (folder / "run.yaml").write_text(yaml)
+        return Run(folder, folder / "run.yaml")
+
+    return make
+
+
+@pytest.fixture
+def fake(make_run: Callable[[str], Run]) -> Run:
+    """A run of the fakes alone: no torch, half a second."""
+    return make_run(FAKE)
+
+
+@pytest.fixture
+def lake(make_run: Callable[[str], Run]) -> Run:
+    """A run of the real plugins on FrozenLake with a tiny model: two seconds."""
+    return make_run(LAKE)
+
+
+@pytest.fixture(scope="session")
+def whole_fake(make_run: Callable[[str], Run]) -> Run:
+    """The fakes' run, uninterrupted."""
+    reset_registry()
+    run = make_run(FAKE)
+    run.train()
+    return run
+
+
+@pytest.fixture(scope="session")
+def whole_lake(make_run: Callable[[str], Run]) -> Run:
+    """The real run, uninterrupted."""
+    reset_registry()
+    run = make_run(LAKE)
+    run.train()
+    return run
