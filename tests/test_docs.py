@@ -134,13 +134,14 @@ def literal_metrics(source: str) -> Iterator[str]:
     """Metric names in a source file, `<…>` for what is put in: literals, phases that are timed, per-token names of the objective."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and METRIC.match(node.value):
-            yield node.value
+            yield from [node.value] if not node.value.endswith("/") else []  # a piece of an f-string, which comes whole below
         elif isinstance(node, ast.JoinedStr):
             text = "".join(str(part.value) if isinstance(part, ast.Constant) else "<>" for part in node.values)
             if METRIC.match(text):
                 yield text
     yield from (f"time/{name}" for name in re.findall(r'(?:_timed\(times, |\btimes\[)"(\w+)"', source))
-    yield from (f"policy/{name}" for name in re.findall(r'shown\["(\w+)"\]|"(\w+)": ratio', source) for name in name if name)
+    yield from (f"policy/{name}" for name in re.findall(r'shown\["(\w+)"\]', source))
+    yield from (f"policy/{name}" for table in re.findall(r"shown = \{(.*?)\*\*", source) for name in re.findall(r'"(\w+)":', table))
     yield from (f"rollout/{name}" for name in re.findall(r'counts\["(\w+)"\] ', source))
 
 

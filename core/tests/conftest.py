@@ -114,6 +114,7 @@ class Gae:
 
 class Grpo:
     needs: frozenset[str] = frozenset()
+    compares_in_groups = True
 
 
 class Wall:

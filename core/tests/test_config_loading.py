@@ -333,7 +333,7 @@ def test_device_mappings_interpolate(run_yaml: Run) -> None:
 
 
 def test_the_resolved_text_loads_to_the_same_configuration_from_any_folder(run_yaml: Run, fake_registry: Registry, tmp_path: Path) -> None:
-    Path("plug.py").write_text("import turnwise\n")
+    Path("plug.py").write_text("import turnwise\n\n@turnwise.hookimpl\ndef loggers():\n    return []\n")
     loaded = run_yaml("plugins: [./plug.py]\nfree: 6\nsave_steps: ${free}\nexp_name: \\${kept}\n", "pg_clip=0.3", "max_steps=12")
     other = tmp_path / "elsewhere"
     other.mkdir()

@@ -35,7 +35,7 @@ class Template:
 
 
 TEMPLATES = {
-    "environment": Template("env", "guess a number", "custom_envs: {TAG: {env_type: {{name}}, max_steps: 4}}", False),
+    "environment": Template("env", "guess a number", "custom_envs: {TAG: {env_type: {{name}}, max_steps: 3}}", False),
     "env_manager": Template("env-manager", "every turn shows the current observation alone", "custom_envs: {TAG: {env_manager: {{name}}, …}}"),
     "inference_backend": Template("backend", "plays one action, or the first legal one", "baselines: [{{name}}]"),
     "train_strategy": Template("strategy", "a table of logits, trained on numpy", "actor_train: {strategy_args: {strategy_name: {{name}}}}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import shlex
@@ -16,6 +17,7 @@ import click
 from turnwise.config.convert import to_plain
 from turnwise.config.loader import Loaded, load
 from turnwise.config.schema import Choice
+from turnwise.data.record import plain
 from turnwise.data.trajectory import Trajectory
 from turnwise.errors import TurnwiseError
 from turnwise.pipeline import checkpoint, frames, play
@@ -25,13 +27,13 @@ from turnwise.pipeline.preflight import preflight, refuse
 from turnwise.plugins import registry
 
 
-def _loaded(path: Path, overrides: Sequence[str], quiet: bool = False) -> Loaded:
+def _loaded(path: Path, overrides: Sequence[str], notes: bool = False) -> Loaded:
+    """Load, and tell the warnings; the notes on what was translated where somebody asks about the configuration itself."""
     loaded = load(path, overrides)
-    if not quiet:
-        for note in loaded.notes:
-            click.echo(f"note: {note}", err=True)
-        for warning in loaded.warnings:
-            click.echo(f"warning: {warning}", err=True)
+    for note in loaded.notes if notes else ():
+        click.echo(f"note: {note}", err=True)
+    for warning in loaded.warnings:
+        click.echo(f"warning: {warning}", err=True)
     return loaded
 
 
@@ -41,9 +43,11 @@ def train(path: Path, overrides: Sequence[str]) -> None:
     config = loaded.config
     refuse(preflight(config, path.parent))
     logs = Path(config.logging_dir or config.output_dir)
-    log = _log_to(logs)
     pipeline = Pipeline(config, path.parent, to_plain(config))
+    log = _log_to(logs)
     try:
+        for note in loaded.notes:
+            log.info("%s", note)
         outcome = asyncio.run(pipeline.run())
     except (Exception, KeyboardInterrupt) as error:
         where = f"saved: {pipeline.saved or 'nothing yet'}"
@@ -84,12 +88,24 @@ def _resume_command(path: Path, overrides: Sequence[str], pipeline: Pipeline) ->
     return _command("train", path, [*kept, f"resume_from_checkpoint={which}"])
 
 
+class _LogFile(logging.FileHandler):
+    """A log file that falls silent where it cannot be written (a full disk): the run does not depend on it, and tells its own end."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        """Leave the record out."""
+
+    def close(self) -> None:
+        """Close the file, whatever of it could still be written."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 def _log_to(folder: Path) -> logging.Logger:
     """Messages of the run go to `run.log`, warnings to the terminal too."""
     folder.mkdir(parents=True, exist_ok=True)
     log = logging.getLogger("turnwise")
     log.setLevel(logging.INFO)
-    file = logging.FileHandler(folder / "run.log")
+    file = _LogFile(folder / "run.log")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     terminal = logging.StreamHandler()
     terminal.setLevel(logging.WARNING)
@@ -102,18 +118,19 @@ def _end_log(log: logging.Logger) -> None:
     for handler in log.handlers[:]:
         log.removeHandler(handler)
         handler.close()
+    log.setLevel(logging.NOTSET)
 
 
 def evaluate(
     path: Path, overrides: Sequence[str], *, model: str | None, player: str | None, tag: str | None, episodes: int | None, as_json: bool
 ) -> None:
     """Evaluate a model or a player."""
-    loaded = _loaded(path, overrides, quiet=as_json)
+    loaded = _loaded(path, overrides)
     config = play.with_tasks(loaded.config, episodes=episodes, tag=tag)
     played = asyncio.run(play.play(config, path.parent, player=_player(player), model=model))
     values = play.summary(config, played)
     if as_json:
-        click.echo(json.dumps(values, indent=1))
+        click.echo(json.dumps(plain(values), indent=1))
         return
     for name, value in values.items():
         click.echo(f"{name:<40} {value:.4g}")
@@ -163,7 +180,11 @@ def readable(trajectory: Trajectory) -> str:
     """An episode for people: what was observed, said and earned, turn by turn."""
     lines = [f"=== {trajectory.tag}, task {trajectory.group}, member {trajectory.member}"]
     for number, turn in enumerate(trajectory.turns):
-        lines += [f"--- turn {number}", _text(turn.observation), f"> {turn.text.strip()!r}" + (f" → {turn.action!r}" if turn.action != turn.text.strip() else "")]
+        lines += [
+            f"--- turn {number}",
+            _text(turn.observation),
+            f"> {turn.text.strip()!r}" + (f" → {turn.action!r}" if turn.action != turn.text.strip() else ""),
+        ]
         lines.append(f"reward {turn.reward:g}")
     success = {None: "", True: ", success", False: ", no success"}[trajectory.success]
     lines += ["--- end", _text(trajectory.final_observation), f"score {trajectory.score:g}, stopped by {trajectory.stop_reason}{success}\n"]
@@ -179,7 +200,7 @@ def _text(observation: Any) -> str:
 
 def plan(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
     """Print the arithmetic of a run."""
-    loaded = _loaded(path, overrides, quiet=as_json)
+    loaded = _loaded(path, overrides, notes=not as_json)
     values = planning.arithmetic(loaded.config)
     warnings = [*loaded.warnings, *planning.warnings(loaded.config, values)]
     if as_json:
@@ -192,7 +213,7 @@ def plan(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
 
 def check(path: Path, overrides: Sequence[str]) -> None:
     """Report what is wrong with the configuration, and what this machine lacks."""
-    loaded = _loaded(path, overrides)
+    loaded = _loaded(path, overrides, notes=True)
     findings = preflight(loaded.config, path.parent)
     for line in findings.config:
         click.echo(f"config: {line}", err=True)
@@ -201,5 +222,3 @@ def check(path: Path, overrides: Sequence[str]) -> None:
     if findings.config or findings.machine:
         sys.exit(2 if findings.config else 3)
     click.echo(f"{path}: ready to train")
-
-

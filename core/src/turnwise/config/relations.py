@@ -40,8 +40,6 @@ RANGES: tuple[tuple[tuple[str, ...], Check, str], ...] = (
     (SHARES, lambda v: 0 <= v <= 1, "must be between 0 and 1"),
     (TOP_P, lambda v: 0 < v <= 1, "must be above 0 and at most 1 (1 switches it off)"),
 )
-COMPARE_IN_GROUPS = frozenset({"grpo", "gigpo", "rloo", "reinforce_plus_plus_baseline", "step_reinforce"})
-"""Estimators that the field knows to compare within groups unless told otherwise; a word of advice hangs on it, nothing else."""
 ROLES = ("actor_train", "actor_infer", "reference", "critic")
 MANAGERS = ("train_env_manager", "val_env_manager")
 
@@ -57,7 +55,7 @@ def check_relations(config: RunConfig, registry: Registry, report: Report) -> Ru
     _kl(config, report)
     _roles(config, report)
     _updates(config, report)
-    _signal(config, report)
+    _signal(config, registry, report)
     return _needed_roles(config, registry, report)
 
 
@@ -249,7 +247,7 @@ def _ignores_ratio(config: RunConfig) -> bool:
     return getattr(config.pg_variant.config, "uses_ratio", True) is False
 
 
-def _signal(config: RunConfig, report: Report) -> None:
+def _signal(config: RunConfig, registry: Registry, report: Report) -> None:
     """A group of one has no mean but its own: estimators that compare within groups give 0."""
     if config.train_env_manager.group_size > 1:
         return
@@ -257,7 +255,7 @@ def _signal(config: RunConfig, report: Report) -> None:
     own = getattr(config.adv_estimator.config, "reward_normalization", None)
     settings = own or given
     name = config.adv_estimator.name
-    grouped = name in COMPARE_IN_GROUPS
+    grouped = getattr(_target(config, registry), "compares_in_groups", False)
     if settings is not None and settings.grouping in ("batch", "tags"):
         grouped = False
     if settings is not None and settings.method in ("mean", "mean_std") and settings.grouping in (None, "traj_group_id"):

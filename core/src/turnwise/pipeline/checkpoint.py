@@ -47,9 +47,10 @@ async def save(root: Path, step: int, state: Mapping[str, Any], write: Callable[
             shutil.rmtree(final)
         os.rename(temporary, final)
         _sync(root)
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise CheckpointError(
-            f"checkpoint {final.name} could not be written to {root}: {error.strerror or error}. Older checkpoints are untouched. "
+            f"{final.name} could not be written to {root}: {reason}. Older checkpoints are untouched. "
             "Fix: free space or choose another output_dir."
         ) from error
     finally:
@@ -65,7 +66,7 @@ def read(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}. {fix}")
     try:
         content = json.loads(manifest.read_text())
-        files, step, state = content["files"], int(content["step"]), content["state"]
+        files, step, state = dict(content["files"]), int(content["step"]), content["state"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{manifest} is cut short or not a manifest ({error}). {fix}") from error
     for name, size in files.items():
@@ -79,7 +80,8 @@ def read(folder: Path) -> Checkpoint:
 
 def listed(root: Path) -> list[Path]:
     """All checkpoint folders under `root`, oldest first."""
-    return sorted(root.glob(f"{PREFIX}[0-9]*")) if root.is_dir() else []
+    found = root.glob(f"{PREFIX}*") if root.is_dir() else ()
+    return sorted((p for p in found if p.name.removeprefix(PREFIX).isdecimal() and p.is_dir()), key=step_of)
 
 
 def to_resume(setting: bool | str, root: Path) -> Checkpoint | None:

@@ -29,7 +29,8 @@ class LocalHandle:
     async def start(self) -> LocalHandle:
         """Build the strategy on its thread."""
         try:
-            self._target = await self._submit(lambda: registry().build(self._plan.kind, self._plan.implementation, self._plan.config, self._plan.context))
+            plan = self._plan
+            self._target = await self._submit(lambda: registry().build(plan.kind, plan.implementation, plan.config, plan.context))
         finally:
             if self._target is None:
                 self._work.put(None)
@@ -37,6 +38,8 @@ class LocalHandle:
 
     async def call(self, method: str, *args: Any) -> Any:
         """Run a method of the strategy; its exception is raised here."""
+        if self._target is None:
+            raise TrainerError(f"{self._role}: {method} was called after close")
         return await self._submit(lambda: getattr(self._target, method)(*args), method)
 
     @property
@@ -73,10 +76,12 @@ class LocalHandle:
 
     async def close(self) -> None:
         """Close the strategy and end the thread; may be called twice. A strategy that is still in a call which was given up is left behind."""
-        if self._target is not None and self._thread.is_alive() and not self._left_behind:
-            await self.call("close")
-        self._target = None
-        self._work.put(None)
+        try:
+            if self._target is not None and not self._left_behind:
+                await self.call("close")
+        finally:
+            self._target = None
+            self._work.put(None)
 
 
 def _settle(future: asyncio.Future[Any], outcome: Any, error: BaseException | None) -> None:
@@ -110,6 +115,12 @@ class LocalRuntime:
         return placed
 
     async def close(self) -> None:
-        """Close every role, the latest first."""
+        """Close every role, the latest first; the first error is raised when all were asked."""
+        errors: list[Exception] = []
         while self._placed:
-            await self._placed.pop().close()
+            try:
+                await self._placed.pop().close()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]

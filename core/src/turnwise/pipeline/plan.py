@@ -67,8 +67,12 @@ def rates(config: RunConfig, role: Role, per_step: int) -> dict[str, float]:
 def warnings(config: RunConfig, plan: dict[str, Any]) -> list[str]:
     """What the arithmetic gives reason to warn of."""
     out = []
-    if plan["warmup_steps"]:
-        out.append(f"warmup_steps = {plan['warmup_steps']} counts pipeline steps; the very first update has learning rate 0")
+    kind = config.actor_train.training_args.lr_scheduler_type
+    if plan["warmup_steps"] and kind == "constant":
+        out.append(f"warmup_steps = {plan['warmup_steps']} has no effect with lr_scheduler_type constant. Fix: constant_with_warmup")
+    elif plan["warmup_steps"]:
+        first = "; the very first update has learning rate 0" if plan["learning_rate"]["start"] == 0 else ""
+        out.append(f"warmup_steps = {plan['warmup_steps']} counts pipeline steps{first}")
     if not plan["learning_rate"]["end"] > 0:
         out.append("the last update has learning rate 0: it learns nothing")
     if config.batch_adjust_mode.name != "by_trajectory" and plan["rows_per_step"][0] != plan["rows_per_step"][1]:
@@ -78,17 +82,14 @@ def warnings(config: RunConfig, plan: dict[str, Any]) -> list[str]:
 
 def render(plan: dict[str, Any]) -> str:
     """The plan as aligned text."""
-    lr = plan["learning_rate"]
+    lr, final = plan["learning_rate"], " and the final one" if plan["evaluations_at_end"] else ""
     lines = [
         ("batch", f"{plan['groups']} groups × {plan['group_size']} = {plan['rollout_batch_size']} trajectories a step"),
         ("rows", f"{_range(plan['rows_per_step'])} a step"),
         ("unit", f"U = {plan['unit']} (mini-batch {plan['mini_batch']}, data parallel {plan['data_parallel_size']})"),
         ("updates", f"{_range(plan['updates_per_step'])} a step, {_range(plan['updates'])} in {plan['max_steps']:,} steps"),
         ("trajectories", f"{plan['trajectories']:,}"),
-        (
-            "evaluations",
-            f"{plan['evaluations']} with {plan['evaluation_trajectories']:,} trajectories" + (" and the final one" if plan["evaluations_at_end"] else ""),
-        ),
+        ("evaluations", f"{plan['evaluations']} with {plan['evaluation_trajectories']:,} trajectories{final}"),
         ("learning rate", f"start {lr['start']:.4g}, middle {lr['middle']:.4g}, end {lr['end']:.4g}"),
     ]
     return "\n".join(f"{name:<14} {text}" for name, text in lines)

@@ -7,13 +7,19 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from attrs import frozen
 
+from turnwise.config.relations import rows_per_update
 from turnwise.config.schema import Choice, RunConfig
+from turnwise.contracts.batch_adjust import AdjustContext
+from turnwise.contracts.estimator import EstimatorContext
+from turnwise.contracts.group_filter import FilterContext
 from turnwise.contracts.inference import GeneratingArgs
 from turnwise.errors import CheckpointError, ConfigError, MachineError, PluginError, TurnwiseError
 from turnwise.pipeline import assembly, checkpoint
+from turnwise.pipeline.updates import schedule_of
 from turnwise.plugins import registry
 
 
@@ -35,6 +41,7 @@ def preflight(config: RunConfig, base: Path) -> Findings:
         lacks += _devices(role, assembly.role_of(config, role).device_mapping)
         for line, machine in _role_problems(config, role, kind, choice):
             (lacks if machine else wrong).append(line)
+    wrong += [*_transport_problems(config), *_schedule_problems(config), *_other_problems(config)]
     lacks += [f"{kind} {name!r} needs {missing}, not installed" for kind, name, missing in _missing_packages(config)]
     wrong += _environment_problems(config, base)
     if not wrong:
@@ -88,6 +95,69 @@ def _role_problems(config: RunConfig, role: str, kind: str, choice: Choice | Non
         plan = assembly.role_plan(config, role, Path(), None)
         for line in ask(plan.config, plan.context):
             yield line.removeprefix("machine: "), line.startswith("machine: ")
+
+
+def _transport_problems(config: RunConfig) -> list[str]:
+    """Trainer and backend without a common weight transport, as far as their classes tell. A backend of messages was told already."""
+    targets = [_target("train_strategy", config.actor_train.strategy_args), _target("inference_backend", config.actor_infer.strategy_args)]
+    offered, taken = (getattr(target, "transports", None) for target in targets)
+    if (
+        not (isinstance(offered, tuple) and isinstance(taken, tuple))
+        or set(offered) & set(taken)
+        or getattr(targets[1], "input", "ids") == "messages"
+    ):
+        return []
+    return [
+        f"$.actor_infer: the backend takes weights by {', '.join(taken) or 'nothing'}, actor_train offers {', '.join(offered) or 'nothing'}: "
+        "no common transport. Fix: choose two that share one."
+    ]
+
+
+def _target(kind: str, choice: Choice | None) -> Any:
+    """The class of a choice, None where it cannot be loaded (told elsewhere)."""
+    try:
+        return registry().find(kind, choice.name).target() if choice is not None else None
+    except PluginError:
+        return None
+
+
+def _schedule_problems(config: RunConfig) -> list[str]:
+    """What fits neither the schedule, nor the learning rate, nor the number of steps."""
+    lines = []
+    for name in ("actor_train", "critic"):
+        role = getattr(config, name)
+        if role is None:
+            continue
+        try:
+            problems = schedule_of(role, config.max_steps).check(role.training_args.learning_rate, config.max_steps)
+        except ConfigError as error:
+            problems = error.problems
+        lines += [f"$.{name}.training_args.{line.removeprefix('training_args.')}" for line in problems]
+    return lines
+
+
+def _other_problems(config: RunConfig) -> Iterator[str]:
+    """Implementations without a role: each is imported; those that are pure arithmetic are built, for they judge their settings."""
+    contexts = {
+        "advantage_estimator": EstimatorContext(seed=config.seed),
+        "group_filter": FilterContext(seed=config.seed),
+        "batch_adjust": AdjustContext(rows_per_update(config.actor_train), config.rollout_batch_size),
+    }
+    for kind, choice in chosen(config):
+        if kind in ("inference_backend", "train_strategy"):
+            continue
+        try:
+            entry = registry().find(kind, choice.name)
+            if not entry.missing:
+                entry.target()
+                if kind in contexts:
+                    assembly.build(kind, choice, contexts[kind])
+        except TurnwiseError as error:
+            yield from str(error).split("\n")
+    for choice in config.baselines:
+        target = _target("inference_backend", choice)
+        if target is not None and getattr(target, "input", "ids") != "messages":
+            yield f"$.baselines: {choice.name!r} needs a model, so it is no baseline. Fix: name players, such as random."
 
 
 def _devices(role: str, mapping: tuple[int, ...]) -> list[str]:
@@ -158,7 +228,7 @@ def _folder_problems(config: RunConfig) -> list[str]:
     folders = assembly.Folders.of(config)
     named = {
         "output_dir": folders.output,
-        "logging_dir": folders.logs,
+        "logging_dir": Path(config.logging_dir) if config.logging_dir else None,
         "render_save_dir": folders.frames,
         "rollout_dump_dir": Path(config.rollout_dump_dir) if config.rollout_dump_dir else None,
     }

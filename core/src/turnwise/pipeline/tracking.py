@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,3 +49,6 @@ class Tracking:
             except Exception as error:  # whatever a stranger's logger raises must not stop the run
                 log.warning("logger %s failed in %s and is switched off: %s: %s", name, method, type(error).__name__, error)
                 self._loggers.remove(item)
+                if method != "close":
+                    with contextlib.suppress(Exception):  # it was reported once; this is only to release its files
+                        logger.close()

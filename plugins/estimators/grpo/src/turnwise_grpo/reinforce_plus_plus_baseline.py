@@ -16,6 +16,7 @@ class ReinforcePlusPlusBaseline:
 
     needs: frozenset[str] = frozenset()
     token_rewards: bool = False
+    compares_in_groups: bool = True
     whiten: bool = True
 
     def __init__(self, config: ScoreConfig, context: EstimatorContext) -> None:

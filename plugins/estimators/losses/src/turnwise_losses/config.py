@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import Attribute, field, frozen
 
@@ -30,4 +30,6 @@ class PpoConfig:
 
 @frozen
 class VanillaConfig:
-    """No options."""
+    """No options. `uses_ratio` tells the configuration that more than one update a step is off-policy without correction."""
+
+    uses_ratio: ClassVar[bool] = False

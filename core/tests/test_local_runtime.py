@@ -1,0 +1,238 @@
+"""The local runtime: a strategy on a thread of its own, whose results, exceptions and silences reach the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+from turnwise.contracts.runtime import RolePlan, RuntimeContext
+from turnwise.errors import PluginError, TrainerError
+from turnwise.hookspecs import Implementation
+from turnwise.pipeline.local import LocalHandle, LocalRuntime
+from turnwise.plugins import Entry, registry, reset_registry
+
+
+class Worker:
+    """A strategy with methods that answer, raise, or wait for `gate`."""
+
+    transports = ("shared",)
+    closed: ClassVar[list[str]] = []
+    gate = threading.Event()
+
+    def __init__(self, config: Any, context: Any) -> None:
+        if context == "broken":
+            raise RuntimeError("cannot be built")
+        self.name, self.built_on = context, threading.current_thread().name
+
+    def where(self) -> tuple[str, str]:
+        return self.built_on, threading.current_thread().name
+
+    def add(self, a: int, b: int) -> int:
+        return a + b
+
+    def fail(self, error: BaseException) -> None:
+        raise error
+
+    def wait(self) -> str:
+        self.gate.wait(10)
+        return "waited"
+
+    def close(self) -> None:
+        self.closed.append(self.name)
+        if self.name == "stubborn":
+            raise OSError("will not close")
+
+
+class Backend(Worker):
+    async def close(self) -> None:  # type: ignore[override]
+        self.closed.append(self.name)
+
+
+@pytest.fixture(autouse=True)
+def _registry() -> Iterator[None]:
+    reset_registry()
+    records = (("train_strategy", Implementation("worker", Worker)), ("inference_backend", Implementation("backend", Backend)))
+    registry()._entries.extend(Entry(kind, record, "test", "turnwise-test", "1") for kind, record in records)
+    Worker.closed.clear()
+    Worker.gate.clear()
+    yield
+    Worker.gate.set()
+    reset_registry()
+
+
+def plan(context: str = "w", role: str = "actor_train") -> RolePlan:
+    return RolePlan(role, "train_strategy", "worker", None, context)
+
+
+def runtime(timeout: float = 30.0) -> LocalRuntime:
+    return LocalRuntime(None, RuntimeContext(timeout=timeout))
+
+
+def threads(role: str = "actor_train") -> int:
+    return sum(t.name == f"turnwise-{role}" for t in threading.enumerate())
+
+
+def ended(role: str = "actor_train") -> bool:
+    """Whether the role's threads end within a second."""
+    deadline = time.monotonic() + 1
+    while threads(role) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return not threads(role)
+
+
+def test_everything_of_a_strategy_happens_on_its_own_thread() -> None:
+    async def run() -> None:
+        here = runtime()
+        handle = await here.place(plan())
+        assert await handle.call("where") == ("turnwise-actor_train",) * 2
+        assert await handle.call("add", 2, 3) == 5
+        assert handle.transports == ("shared",)
+        await here.close()
+
+    asyncio.run(run())
+    assert ended()
+
+
+def test_the_event_loop_stays_free_while_a_strategy_works() -> None:
+    async def run() -> None:
+        here = runtime()
+        handle = await here.place(plan())
+        waiting = asyncio.ensure_future(handle.call("wait"))
+        later = asyncio.ensure_future(handle.call("add", 1, 1))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        assert not later.done()  # calls run one after the other
+        Worker.gate.set()
+        assert await waiting == "waited"
+        assert await later == 2
+        await here.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("raised", [ValueError("bad row"), TrainerError("out of memory"), TimeoutError("its own"), KeyError("x")])
+def test_an_exception_is_raised_where_it_was_called_and_the_role_lives_on(raised: Exception) -> None:
+    async def run() -> None:
+        here = runtime()
+        handle = await here.place(plan())
+        with pytest.raises(type(raised)) as caught:
+            await handle.call("fail", raised)
+        assert caught.value is raised
+        assert await handle.call("add", 1, 2) == 3
+        await here.close()
+
+    asyncio.run(run())
+    assert Worker.closed == ["w"]
+
+
+def test_what_futures_cannot_carry_is_still_an_error() -> None:
+    async def run() -> None:
+        here = runtime()
+        handle = await here.place(plan())
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await handle.call("fail", StopIteration())
+        with pytest.raises(AttributeError):
+            await handle.call("no_such_method")
+        await here.close()
+
+    asyncio.run(run())
+
+
+def test_a_call_past_the_timeout_names_role_and_method_and_closing_does_not_wait_for_it() -> None:
+    async def run() -> float:
+        here = runtime(timeout=0.05)
+        handle = await here.place(plan(role="critic"))
+        with pytest.raises(TrainerError, match=r"^critic: wait did not end within runtime_timeout = 0\.05 s\. Fix: raise runtime_timeout, or lower"):
+            await handle.call("wait")
+        began = time.monotonic()
+        await here.close()
+        return time.monotonic() - began
+
+    assert asyncio.run(run()) < 0.04
+    assert Worker.closed == []  # it is still in the call
+    Worker.gate.set()
+    assert ended("critic")
+
+
+def test_a_cancelled_call_leaves_the_strategy_behind_at_once() -> None:
+    async def run() -> None:
+        here = runtime()
+        handle = await here.place(plan())
+        call = asyncio.ensure_future(handle.call("wait"))
+        await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.wait_for(here.close(), 1)
+
+    asyncio.run(run())  # the answer comes when this loop is closed: nobody waits, nothing is raised
+    Worker.gate.set()
+    assert ended()
+
+
+def test_a_strategy_that_cannot_be_built_is_told_and_leaves_no_thread() -> None:
+    async def run() -> None:
+        here = runtime()
+        with pytest.raises(RuntimeError, match="cannot be built"):
+            await here.place(plan("broken"))
+        with pytest.raises(PluginError, match="no train strategy is named 'nothing'"):
+            await here.place(RolePlan("actor_train", "train_strategy", "nothing", None, None))
+        await here.close()
+
+    asyncio.run(run())
+    assert ended()
+
+
+def test_handles_and_runtime_close_twice_and_a_closed_role_says_so() -> None:
+    async def run() -> None:
+        here = runtime()
+        handle = await here.place(plan())
+        for _ in range(2):
+            await handle.close()
+        with pytest.raises(TrainerError, match="actor_train: add was called after close"):
+            await asyncio.wait_for(handle.call("add", 1, 2), 1)
+        for _ in range(2):
+            await here.close()
+
+    asyncio.run(run())
+    assert Worker.closed == ["w"]
+    assert ended()
+
+
+def test_roles_close_in_reverse_and_one_that_fails_keeps_none_open() -> None:
+    async def run() -> None:
+        here = runtime()
+        await here.place(plan("first"))
+        await here.place(RolePlan("actor_infer", "inference_backend", "backend", None, "second"))
+        await here.place(plan("stubborn"))
+        with pytest.raises(OSError, match="will not close"):
+            await here.close()
+        await here.close()
+
+    asyncio.run(run())
+    assert Worker.closed == ["stubborn", "second", "first"]
+    assert ended()
+
+
+def test_a_backend_is_placed_as_it_is_in_this_thread() -> None:
+    async def run() -> None:
+        here = runtime()
+        placed = await here.place(RolePlan("actor_infer", "inference_backend", "backend", None, "b"))
+        assert isinstance(placed, Backend)
+        assert placed.built_on == threading.current_thread().name
+        await here.close()
+
+    assert LocalRuntime.one_process
+    asyncio.run(run())
+
+
+def test_a_handle_serves_several_event_loops_in_turn() -> None:
+    handle = asyncio.run(LocalHandle(plan(), 30.0).start())
+    assert asyncio.run(handle.call("add", 2, 2)) == 4
+    asyncio.run(handle.close())
+    assert ended()
