@@ -112,7 +112,13 @@ class Run:
         """`turnwise ARGUMENTS` in a process of its own, which does something to itself at the nth call of a function (see at.py)."""
         before = [str(AT), *map(str, at)] if at else ["-m", "turnwise.cli.main"]
         return subprocess.run(
-            [sys.executable, *before, *arguments], cwd=self.folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=timeout
+            [sys.executable, *before, *arguments],
+            cwd=self.folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
 
     def metrics(self, out: str = "out", timed: bool = False) -> list[dict[str, Any]]:

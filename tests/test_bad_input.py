@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ def environments():
 """
 
 FAILING = """\
+import time
 from turnwise import Implementation, hookimpl
 from turnwise.testing.fakes import FakeBackend, FakeBackendConfig, FakeStrategy
 
@@ -37,6 +39,12 @@ class Strategy(FakeStrategy):
     def update(self, update):
         if self._updates >= 6:
             raise KeyError("a mistake in a plugin,\\non two lines")
+        return super().update(update)
+
+class Hanging(FakeStrategy):
+    def update(self, update):
+        if self._updates >= 6:
+            time.sleep(8)
         return super().update(update)
 
 class Logger:
@@ -59,7 +67,7 @@ def inference_backends():
 
 @hookimpl
 def train_strategies():
-    return [Implementation("failing_strategy", Strategy)]
+    return [Implementation("failing_strategy", Strategy), Implementation("hanging_strategy", Hanging)]
 
 @hookimpl
 def loggers():
@@ -105,7 +113,10 @@ def test_a_mistake_is_one_line_before_anything_starts(fake: Any, override: str, 
     ("source", "words"),
     [
         ("import package_that_is_not_there\n", ["'./mine.py' is broken: ModuleNotFoundError: No module named 'package_that_is_not_there'"]),
-        ("from turnwise import hookimpl\n\n@hookimpl\ndef enviroments():\n    return []\n", ["unknown hook 'enviroments'. Did you mean 'environments'?"]),
+        (
+            "from turnwise import hookimpl\n\n@hookimpl\ndef enviroments():\n    return []\n",
+            ["unknown hook 'enviroments'. Did you mean 'environments'?"],
+        ),
         ("def f(:\n", ["'./mine.py' is broken: SyntaxError"]),
         (DUPLICATE, ["environment 'fake_env' is provided twice: by ./mine.py and turnwise.testing.plugin", "Fix: "]),
     ],
@@ -122,7 +133,11 @@ def test_a_broken_plugin_is_one_line_before_anything_starts(fake: Any, source: s
         ("/nowhere/model", {}, "the folder /nowhere/model is not there"),
         ("./model", {"notes.txt": ""}, "model is not a model folder (it has no config.json)"),
         ("./model", {"config.json": "{"}, "config.json is not a model's configuration"),
-        ("./model", {"config.json": '{"model_type": "qwen2"}', "tokenizer.json": "{}", "chat_template.jinja": "x"}, "model has no weights as safetensors"),
+        (
+            "./model",
+            {"config.json": '{"model_type": "qwen2"}', "tokenizer.json": "{}", "chat_template.jinja": "x"},
+            "model has no weights as safetensors",
+        ),
     ],
 )
 def test_a_folder_that_is_no_model_is_one_line_before_anything_starts(lake: Any, pretrain: str, files: dict[str, str], words: str) -> None:
@@ -254,6 +269,17 @@ def test_a_role_that_fails_ends_the_run_in_one_line_that_can_be_resumed(fake: An
     repaired = [part for part in command if part != override]
     assert fake.command(*repaired).exit_code == 0
     fake.same(whole_fake)
+
+
+def test_a_role_that_hangs_ends_the_run_by_name_and_is_not_waited_for(fake: Any) -> None:
+    (fake.folder / "mine.py").write_text(FAILING)
+    began = time.monotonic()
+    overrides = ["actor_train.strategy_args.strategy_name=hanging_strategy", "runtime_timeout=0.5"]
+    result = fake.command("train", "run.yaml", WITH_FILE, *overrides)
+    assert time.monotonic() - began < 6
+    assert result.exit_code == 1
+    assert result.output.splitlines()[0].startswith("error: actor_train: update did not end within runtime_timeout = 0.5 s. Fix: ")
+    assert result.output.splitlines()[1] == "saved: out/checkpoints/checkpoint-000002"
 
 
 # ---------------------------------------------------------------- a full disk

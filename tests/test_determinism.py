@@ -93,6 +93,17 @@ def test_killed_anywhere_and_resumed(fake: Any, whole_fake: Any, place: str, nth
     assert fake.checkpoints() == [2, 4, 6]
 
 
+def test_what_adapts_from_step_to_step_is_in_the_checkpoint(fake: Any) -> None:
+    adaptive = ["init_kl_coef=0.05", "target_kl=0.001", "kl_horizon=20"]
+    fake.train(*adaptive, "output_dir=whole")
+    coefficients = [line["critic/kl_coef"] for line in fake.metrics("whole")[:-1]]
+    assert len(set(coefficients)) == 6
+    killed = fake.process("train", "run.yaml", *adaptive, at=(FAKE_UPDATE, 10, "kill"))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    fake.train(*adaptive, "resume_from_checkpoint=true")
+    fake.same(fake, "out", "whole")
+
+
 def test_killed_from_outside_twice_and_resumed_twice(fake: Any, whole_fake: Any) -> None:
     slow = "actor_infer.strategy_args.strategy_config={delay: 0.05}"
     for lines, resume in ((3, "false"), (5, "true")):

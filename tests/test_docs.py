@@ -94,7 +94,7 @@ actor_infer: {strategy_args: {strategy_name: fake}, generating_args: {max_new_to
 train_env_manager: {num_env_groups: 2, group_size: 4}
 val_env_manager: {num_env_groups: 4, group_size: 1}
 custom_envs:
-  Coin: {env_type: find_coin, env_manager: {use: reactive, system: Answer Left or Right.}, max_steps: 4}
+  Coin: {env_type: find_coin, env_manager: {use: reactive, system: Answer left or right.}, max_steps: 4}
 """
 
 
@@ -178,6 +178,15 @@ def test_yaml_blocks_parse_and_links_lead_somewhere(page: Path) -> None:
         if anchor:
             titles = re.findall(r"^#+ (.*)$", place.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], f"{link}: no such section."
+
+
+def test_every_implementation_of_the_repository_is_named_on_its_page() -> None:
+    ours = {"turnwise"} | {f"turnwise-{path.parent.name}" for path in (ROOT / "plugins").glob("*/*/pyproject.toml")}
+    hooks = {kind: hook for hook, kind in KINDS.items()}
+    entries = [entry for entry in Registry.discover().entries() if entry.distribution in ours]
+    assert len({entry.distribution for entry in entries}) == len(ours)
+    shipped = {hook: page_of(hook).read_text(encoding="utf-8").partition("\nShipped: ")[2] for hook in KINDS}
+    assert [f"{e.kind} {e.name}" for e in entries if f"`{e.name}`" not in shipped[hooks[e.kind]]] == []
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from attrs import field, frozen, validators
 
 from turnwise import Implementation
 from turnwise.config import Loaded, load
 from turnwise.data.normalise import RewardNormalization
-from turnwise.plugins import Entry, Registry
+from turnwise.plugins import Entry, Registry, reset_registry
 
 BASE = """\
 max_steps: 10
@@ -172,3 +173,68 @@ def run_yaml(tmp_path: Path, fake_registry: Registry, monkeypatch: pytest.Monkey
         return load(name, overrides, registry=fake_registry)
 
     return run
+
+
+TOY = """\
+exp_name: toy
+plugins: [turnwise.testing.plugin, ./players.py]
+output_dir: out
+seed: 1
+max_steps: 3
+rollout_batch_size: 4
+sequence_length: 64
+model_source: fake
+pretrain: fake
+adv_estimator: fake
+pg_variant: fake
+batch_adjust_mode: fake
+track_with: [fake]
+eval_steps: 2
+actor_train:
+  training_args: {learning_rate: 5.0, per_device_train_batch_size: 2}
+  strategy_args: {strategy_name: fake}
+actor_infer:
+  generating_args: {max_new_tokens: 4}
+  strategy_args: {strategy_name: fake}
+train_env_manager: {num_env_groups: 2, group_size: 2, tags: [Toy]}
+val_env_manager: {num_env_groups: 3, group_size: 1, tags: [Toy]}
+custom_envs:
+  Toy: {env_type: fake, env_manager: fake, max_steps: 3, step: inline}
+"""
+
+PLAYERS = """\
+import turnwise
+from turnwise.contracts.player import Player, chosen
+
+class First(Player):
+    '''Always the first legal action.'''
+
+    def __init__(self, config, context):
+        pass
+
+    async def generate(self, request):
+        return chosen(request.actions[0])
+
+@turnwise.hookimpl
+def inference_backends():
+    return [turnwise.Implementation("first", First)]
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """`toy(max_steps=1, ...)`: the YAML of a whole run on the fakes and a player, with top-level keys changed, in the current folder.
+
+    A key that is None is left out."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "players.py").write_text(PLAYERS, encoding="utf-8")
+    reset_registry()
+
+    def write(name: str = "toy.yaml", **changes: Any) -> Path:
+        keys = yaml.safe_load(TOY) | changes
+        path = tmp_path / name
+        path.write_text(yaml.safe_dump({k: v for k, v in keys.items() if v is not None}, sort_keys=False), encoding="utf-8")
+        return path
+
+    yield write
+    reset_registry()

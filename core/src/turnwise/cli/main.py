@@ -11,7 +11,7 @@ import click
 from turnwise import __version__
 from turnwise.errors import ConfigError, MachineError, PluginError, TurnwiseError
 
-CONFIG_EXIT, MACHINE_EXIT, INTERRUPT_EXIT = 2, 3, 130
+CONFIG_EXIT, MACHINE_EXIT = 2, 3
 
 
 class Commands(click.Group):
@@ -67,11 +67,11 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
 @click.option("--tag", default=None, help="One block of custom_envs instead of val_env_manager.tags.")
 @click.option("--episodes", type=click.IntRange(min=1), default=None, help="How many tasks, one episode each.")
 @click.option("--json", "as_json", is_flag=True, help="Print the metrics as JSON.")
-def evaluate(config: Path, overrides: tuple[str, ...], model: str | None, player: str | None, tag: str | None, episodes: int | None, as_json: bool) -> None:
+def evaluate(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
     """Play the evaluation tasks of CONFIG and print the metrics."""
     from turnwise.cli.run import evaluate as run
 
-    run(config, overrides, model=model, player=player, tag=tag, episodes=episodes, as_json=as_json)
+    run(config, overrides, **options)
 
 
 @main.command()

@@ -194,8 +194,9 @@ def readable(trajectory: Trajectory) -> str:
 def _text(observation: Any) -> str:
     if isinstance(observation, str):
         return observation
-    parts = [p.get("text", p.get("content", "[image]")) if isinstance(p, dict) else str(p) for p in observation or ()]
-    return "\n".join(str(p) for p in parts)
+    if isinstance(observation, dict):  # a message, or a part of one
+        return _text(observation["content"]) if "content" in observation else str(observation.get("text", "[image]"))
+    return "\n".join(_text(part) for part in observation or ())
 
 
 def plan(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:

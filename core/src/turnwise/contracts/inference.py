@@ -64,7 +64,8 @@ class InferenceContext:
 class InferenceBackend(Protocol):
     """Built as `Backend(config, context)`; all methods but `live` are coroutines of the driver's event loop.
 
-    `input`: what requests carry. `transports`: how it can receive weights, best first (() for a player).
+    `input`: what requests carry. `transports`: how it can receive weights, best first (() for a player). Optional static `check`, as in
+    turnwise.contracts.train.
     """
 
     input: Literal["ids", "messages"]

@@ -70,7 +70,8 @@ class TrainStrategy(Protocol):
     """Built as `Strategy(config, context)`: actor, critic and reference are the same kind.
 
     It deals rows to ranks, cuts micro-batches (never through a sample), and steps once per `update`. It knows nothing of epochs,
-    schedules, aggregation or denominators: the objective is Σ coef·loss.
+    schedules, aggregation or denominators: the objective is Σ coef·loss. Optional static `check(config, context) -> list[str]`: what can be
+    known before anything is built, one line each; a line that begins with `machine: ` is the machine's lack, not the configuration's fault.
     """
 
     transports: tuple[str, ...]

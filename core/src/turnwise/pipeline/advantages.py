@@ -69,7 +69,6 @@ def with_advantages(batch: Batch, estimator: AdvantageEstimator, config: RunConf
     return batch.with_tokens(advantages=advantages, returns=np.where(mask, returns, 0.0))
 
 
-
 def mean_kl(batch: Batch, kind: str) -> tuple[float, int]:
     """Mean over trajectories of their token-mean KL against the reference, and how many trajectories have tokens."""
     mask = batch.tokens["response_mask"]

@@ -13,7 +13,6 @@ from turnwise.contracts.chat import Chat, ModelSource, ModelSourceContext
 from turnwise.contracts.env_manager import Limits, ManagerContext
 from turnwise.contracts.inference import GeneratingArgs, InferenceBackend, InferenceContext
 from turnwise.contracts.logger import Logger, LoggerContext
-from turnwise.contracts.loss import LossContext
 from turnwise.contracts.runtime import RolePlan, Runtime, RuntimeContext
 from turnwise.contracts.train import LossChoice, Objective, TrainContext
 from turnwise.errors import ConfigError, PluginError
@@ -200,11 +199,6 @@ def objective(config: RunConfig) -> Objective:
         ratio_type=config.ratio_type,
         value_clip=config.value_clip,
     )
-
-
-def policy_loss(config: RunConfig) -> Any:
-    """The chosen policy loss, built here to be asked about itself (`uses_ratio`)."""
-    return build("policy_loss", config.pg_variant, LossContext(ratio_type=config.ratio_type))
 
 
 def role_plan(config: RunConfig, name: str, model: Path, chat: Chat | None) -> RolePlan:

@@ -50,8 +50,7 @@ async def save(root: Path, step: int, state: Mapping[str, Any], write: Callable[
     except (OSError, CheckpointError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise CheckpointError(
-            f"{final.name} could not be written to {root}: {reason}. Older checkpoints are untouched. "
-            "Fix: free space or choose another output_dir."
+            f"{final.name} could not be written to {root}: {reason}. Older checkpoints are untouched. Fix: free space or choose another output_dir."
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,13 @@ def write(folder: Path, episodes: Mapping[tuple[str, int, int], Sequence[Any]], 
     Yields (name, path) of each file. Raises MachineError without Pillow.
     """
     for (tag, group, member), frames in episodes.items():
-        name = f"{tag}-{group}-{member}"
+        name = f"{tag.replace(os.sep, '_')}-{group}-{member}"
         if not frames:
             continue
         folder.mkdir(parents=True, exist_ok=True)
         if all(isinstance(frame, str) for frame in frames):
             path = folder / f"{name}.txt"
-            path.write_text("\n\n".join(frames) + "\n")
+            path.write_text("\n\n".join(frames) + "\n", encoding="utf-8")
             yield name, path
             continue
         pictures = [_picture(frame) for frame in frames]

@@ -55,7 +55,6 @@ class Pipeline:
         self.folders = assembly.Folders.of(config)
         self.saved: Path | None = None
         self._saved_step = -1
-        self._told_failures = False
         self._stop = asyncio.Event()
         self._kl_coef = config.init_kl_coef
         self._history = report.History()
@@ -175,7 +174,9 @@ class Pipeline:
         batch = build_batch(self._clipped(played.trajectories), played.samples)
         out = metrics.batch_metrics(batch) | metrics.environment_metrics(played.trajectories) | _prefixed(played.counts)
         if not len(batch.samples):
-            log.warning("step %d: no token was sampled in %d episodes (prompts over sequence_length?), nothing is learned", step, len(batch.trajectories))
+            log.warning(
+                "step %d: no token was sampled in %d episodes (prompts over sequence_length?), nothing is learned", step, len(batch.trajectories)
+            )
         self.tracking.trajectories(step, "train", played.trajectories)
         if self.config.rollout_dump_dir:
             frames.dump(Path(self.config.rollout_dump_dir), step, played.trajectories)
@@ -207,16 +208,8 @@ class Pipeline:
     async def _rollout(self, step: int, times: dict[str, float]) -> RolloutResult:
         with _timed(times, "rollout"):
             played: RolloutResult = await self._unless_stopped(self.scheduler.next_batch(step, version=step), step)
-        self._tell_failures(f"step {step}", played)
+        self.tracking.failures(f"step {step}", played.failures)
         return played
-
-    def _tell_failures(self, where: str, played: RolloutResult) -> None:
-        """What failed, in run.log; the first failure of the run also on the terminal."""
-        for line in played.failures:
-            log.info("%s: %s", where, line)
-        if played.failures and not self._told_failures:
-            self._told_failures = True
-            log.warning("%s: %d attempts failed, the first: %s. Later ones are counted in rollout/env_failures.", where, len(played.failures), played.failures[0])
 
     async def _unless_stopped(self, work: Any, step: int) -> Any:
         """Await `work`, which changes no weight; a stop asked for meanwhile cancels it, saves and ends the run."""
@@ -301,7 +294,7 @@ class Pipeline:
         with _timed(times, "eval"):
             render = self.config.render_episodes if self.folders.frames else 0
             played = await self._unless_stopped(self.evaluator.evaluate(render=render), step)
-        self._tell_failures(f"evaluation at step {step}", played)
+        self.tracking.failures(f"evaluation at step {step}", played.failures)
         out = metrics.evaluation_metrics(played.trajectories, assembly.planned_episodes(self.config.val_env_manager))
         self._history.evaluations[step] = out
         self.tracking.trajectories(step, "val", played.trajectories)
@@ -397,5 +390,3 @@ def _timed(times: dict[str, float], phase: str) -> Iterator[None]:
         yield
     finally:
         times[phase] = times.get(phase, 0.0) + time.perf_counter() - began
-
-

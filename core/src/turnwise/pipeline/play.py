@@ -58,11 +58,13 @@ def patient(config: RunConfig) -> RunConfig:
 async def play(config: RunConfig, base: Path, *, player: Choice | None, model: str | None, render: int = 0) -> RolloutResult:
     """Play the tasks of `val_env_manager` with a player, or with the model of a checkpoint, a folder, or `pretrain`."""
     backend, chat = await _opponent(assembly.with_seed_files(config, base), base, player, model)
-    scheduler = assembly.scheduler(config, base, backend, chat, evaluation=True)
     try:
-        return await scheduler.evaluate(render=render)
+        scheduler = assembly.scheduler(config, base, backend, chat, evaluation=True)
+        try:
+            return await scheduler.evaluate(render=render)
+        finally:
+            await scheduler.close()
     finally:
-        await scheduler.close()
         await backend.close()
 
 

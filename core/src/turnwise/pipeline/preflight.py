@@ -99,13 +99,19 @@ def _role_problems(config: RunConfig, role: str, kind: str, choice: Choice | Non
 
 def _transport_problems(config: RunConfig) -> list[str]:
     """Trainer and backend without a common weight transport, as far as their classes tell. A backend of messages was told already."""
-    targets = [_target("train_strategy", config.actor_train.strategy_args), _target("inference_backend", config.actor_infer.strategy_args)]
-    offered, taken = (getattr(target, "transports", None) for target in targets)
-    if (
-        not (isinstance(offered, tuple) and isinstance(taken, tuple))
-        or set(offered) & set(taken)
-        or getattr(targets[1], "input", "ids") == "messages"
-    ):
+    trainer = _target("train_strategy", config.actor_train.strategy_args)
+    backend = _target("inference_backend", config.actor_infer.strategy_args)
+    offered, taken = getattr(trainer, "transports", None), getattr(backend, "transports", None)
+    if not (isinstance(offered, tuple) and isinstance(taken, tuple)) or getattr(backend, "input", "ids") == "messages":
+        return []
+    common = set(offered) & set(taken)
+    dtypes = [config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype]
+    if common == {"shared"} and dtypes[0] != dtypes[1]:
+        return [
+            f"$.actor_infer.model_args.dtype: {dtypes[1]}, actor_train has {dtypes[0]}: the weights of this backend are shared with the trainer. "
+            "Fix: the same dtype for both."
+        ]
+    if common:
         return []
     return [
         f"$.actor_infer: the backend takes weights by {', '.join(taken) or 'nothing'}, actor_train offers {', '.join(offered) or 'nothing'}: "

@@ -42,7 +42,7 @@ def write(folder: Path, config: RunConfig, history: History, saved: Path | None)
     if saved is not None:
         parts.append(f"Checkpoint: {saved} (a Hugging Face folder: {saved / 'model'})")
     text = "\n\n".join(parts) + "\n"
-    (folder / "report.md").write_text(text)
+    (folder / "report.md").write_text(text, encoding="utf-8")
     return text
 
 

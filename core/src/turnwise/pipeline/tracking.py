@@ -19,6 +19,7 @@ class Tracking:
 
     def __init__(self, loggers: Sequence[tuple[str, Logger]]) -> None:
         self._loggers = list(loggers)
+        self._told_failures = False
 
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of a step."""
@@ -31,6 +32,14 @@ class Tracking:
     def artifact(self, step: int, name: str, path: Path) -> None:
         """A file that the run made."""
         self._each("artifact", step, name, path)
+
+    def failures(self, where: str, lines: Sequence[str]) -> None:
+        """Episodes that could not be played: all in run.log, the first of the run on the terminal too."""
+        for line in lines:
+            log.info("%s: %s", where, line)
+        if lines and not self._told_failures:
+            self._told_failures = True
+            log.warning("%s: %d attempts failed, the first: %s. Later ones are counted, and told in run.log", where, len(lines), lines[0])
 
     def resume(self, step: int) -> None:
         """The run begins, or goes on, at `step`."""

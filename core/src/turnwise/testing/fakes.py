@@ -143,9 +143,9 @@ class FakeEnvManager:
             generation = await sampler.generate(
                 turn=len(turns), images=tuple(images), max_new_tokens=limit, actions=tuple(info.get("actions", ())), **asked
             )
-            anchor = info.get("state_key", observation)
+            seen, anchor = observation, info.get("state_key", observation)
             observation, reward, terminated, truncated, info = await episode.environment.step(generation.text)
-            turns.append(_turn(prompt, generation, reward, anchor, observation, len(images)))
+            turns.append(_turn(prompt, generation, reward, anchor, seen, len(images)))
             success = info.get("success", success)
             if terminated or truncated:
                 stop = "terminated" if terminated else "truncated"

@@ -1,0 +1,177 @@
+"""The arithmetic of a run: a small one by hand, three reference set-ups, learning rates, and what gives reason to warn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from attrs import evolve, frozen
+
+from turnwise.config.schema import Choice, CustomEnv, EnvManagerConfig, Role, RunConfig, TrainingArgs
+from turnwise.pipeline import plan as planning
+from turnwise.plugins import registry, reset_registry
+
+
+@pytest.fixture(autouse=True)
+def _fakes() -> Iterator[None]:
+    reset_registry()
+    registry().declare(["turnwise.testing.plugin"])
+    yield
+    reset_registry()
+
+
+@frozen
+class Parallel:
+    """The configuration of a strategy that splits a model over `tp` devices."""
+
+    tp: int = 1
+
+    def data_parallel_size(self, world: int) -> int:
+        return world // self.tp
+
+
+def manager(groups: int, size: int, **more: Any) -> EnvManagerConfig:
+    return EnvManagerConfig(num_env_groups=groups, group_size=size, tags=("T",), num_groups_partition=(groups,), **more)
+
+
+def run_of(groups: int, size: int, steps: int, *, devices: int = 0, tp: int = 1, **changes: Any) -> RunConfig:
+    args = {k: changes.pop(k) for k in list(changes) if k in {a.name for a in TrainingArgs.__attrs_attrs__}}  # type: ignore[attr-defined]
+    role = Role(training_args=TrainingArgs(**args), device_mapping=tuple(range(devices)), strategy_args=Choice("x", {}, Parallel(tp)))
+    base = RunConfig(
+        max_steps=steps,
+        rollout_batch_size=groups * size,
+        pretrain="m",
+        train_env_manager=manager(groups, size),
+        custom_envs={"T": CustomEnv("fake", max_steps=5)},
+        actor_train=role,
+        batch_adjust_mode=Choice("fake_adjust"),
+    )
+    return evolve(base, **changes)
+
+
+def test_a_small_run_by_hand() -> None:
+    config = run_of(
+        3, 4, 10, devices=2, per_device_train_batch_size=3, learning_rate=1.0, lr_scheduler_type="linear", warmup_steps=2,
+        ppo_epochs=2, eval_steps=4, val_env_manager=manager(5, 2),
+    )  # fmt: skip
+    assert planning.arithmetic(config) == {
+        "data_parallel_size": 2,
+        "mini_batch": 6,
+        "unit": 6,
+        "rollout_batch_size": 12,
+        "groups": 3,
+        "group_size": 4,
+        "rows_per_step": [12, 12],
+        "updates_per_step": [4, 4],
+        "max_steps": 10,
+        "updates": [40, 40],
+        "trajectories": 120,
+        "evaluations": 3,  # before steps 0, 4 and 8
+        "evaluation_trajectories": 30,
+        "evaluations_at_end": 1,
+        "warmup_steps": 2,
+        "learning_rate": {"start": 0.0, "middle": pytest.approx((10 - 5) / 8), "end": pytest.approx((10 - 9.75) / 8)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (  # A: vision agent, colocated
+            run_of(
+                64, 8, 1024, devices=8, per_device_train_batch_size=2, gradient_accumulation_steps=16, eval_steps=10, val_env_manager=manager(512, 1)
+            ),
+            (8, 16, 256, [2, 2], [2048, 2048], 524_288, 103, 52_736, 1),
+        ),
+        (  # B: agent, disaggregated
+            run_of(
+                128,
+                8,
+                1024,
+                devices=4,
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=128,
+                eval_steps=10,
+                val_env_manager=manager(1024, 1),
+            ),
+            (4, 8, 1024, [1, 1], [1024, 1024], 1_048_576, 103, 105_472, 1),
+        ),
+        (  # C: single-turn verifiable rewards
+            run_of(64, 8, 1000, devices=16, tp=2, per_device_train_batch_size=1, gradient_accumulation_steps=64),
+            (8, 8, 512, [1, 1], [1000, 1000], 512_000, 0, 0, 0),
+        ),
+    ],
+    ids=["A", "B", "C"],
+)
+def test_the_reference_set_ups_give_their_numbers(config: RunConfig, expected: tuple[Any, ...]) -> None:
+    keys = (
+        "data_parallel_size", "mini_batch", "unit", "updates_per_step", "updates", "trajectories", "evaluations", "evaluation_trajectories",
+        "evaluations_at_end",
+    )  # fmt: skip
+    values = planning.arithmetic(config)
+    assert tuple(values[key] for key in keys) == expected
+
+
+def test_rows_of_a_stepwise_tag_depend_on_its_turns() -> None:
+    two = EnvManagerConfig(num_env_groups=5, group_size=2, tags=("T", "S"), num_groups_partition=(2, 3))
+    config = run_of(5, 2, 1, train_env_manager=two)
+    config = evolve(config, custom_envs={"T": CustomEnv("e", max_steps=9), "S": CustomEnv("e", max_steps=7, env_manager=Choice("stepwise"))})
+    assert planning.rows_per_step(config) == (10, 4 + 6 * 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"eval_steps": 4}, (3, 1)),
+        ({"eval_steps": 5}, (2, 1)),
+        ({"eval_steps": 100}, (1, 1)),
+        ({"eval_steps": 4, "eval_at_end": False}, (3, 0)),
+        ({"eval_steps": 0}, (0, 0)),
+        ({"eval_steps": None}, (0, 0)),
+        ({"eval_steps": 4, "val_env_manager": None}, (0, 0)),
+    ],
+)
+def test_evaluations_are_counted_as_they_will_be_played(changes: dict[str, Any], expected: tuple[int, int]) -> None:
+    values = planning.arithmetic(run_of(2, 2, 10, **{"val_env_manager": manager(3, 1), **changes}))
+    assert (values["evaluations"], values["evaluations_at_end"]) == expected
+    assert values["evaluation_trajectories"] == 3 * expected[0]
+
+
+def warned(**changes: Any) -> list[str]:
+    config = run_of(4, 1, 10, **changes)
+    return planning.warnings(config, planning.arithmetic(config))
+
+
+def test_warm_up_is_explained_and_one_without_effect_is_named() -> None:
+    assert warned() == []
+    assert warned(warmup_steps=3, lr_scheduler_type="linear") == ["warmup_steps = 3 counts pipeline steps; the very first update has learning rate 0"]
+    assert warned(warmup_ratio=0.25, lr_scheduler_type="cosine")[0].startswith("warmup_steps = 3 counts pipeline steps; the very first")
+    for given in ({"warmup_steps": 3}, {"warmup_ratio": 0.3}):
+        assert warned(**given) == ["warmup_steps = 3 has no effect with lr_scheduler_type constant. Fix: constant_with_warmup"]
+    floor = {"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": {"num_decay_steps": 2, "min_lr_ratio": 0.1}}
+    assert warned(warmup_steps=3, **floor) == ["warmup_steps = 3 counts pipeline steps"]
+
+
+def test_a_last_update_that_learns_nothing_is_told() -> None:
+    early = {"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": {"num_decay_steps": 2, "num_stable_steps": 3}}
+    assert warned(**early) == ["the last update has learning rate 0: it learns nothing"]
+
+
+def test_policies_that_count_rows_are_told_where_the_rows_vary() -> None:
+    stepwise = {"custom_envs": {"T": CustomEnv("fake", max_steps=5, env_manager=Choice("stepwise"))}}
+    assert warned(**stepwise) == ["batch_adjust_mode 'fake_adjust' counts rows: the number of updates depends on the turns played"]
+
+
+def test_the_text_is_aligned_and_ranges_are_spelled() -> None:
+    values = planning.arithmetic(run_of(2, 2, 2000, eval_steps=4, val_env_manager=manager(3, 1), learning_rate=0.5))
+    values |= {"rows_per_step": [4, 20], "updates_per_step": [1, 5], "updates": [2000, 10_000]}
+    assert planning.render(values).splitlines() == [
+        "batch          2 groups × 2 = 4 trajectories a step",
+        "rows           4 to 20 a step",
+        "unit           U = 1 (mini-batch 1, data parallel 1)",
+        "updates        1 to 5 a step, 2,000 to 10,000 in 2,000 steps",
+        "trajectories   8,000",
+        "evaluations    500 with 1,500 trajectories and the final one",
+        "learning rate  start 0.5, middle 0.5, end 0.5",
+    ]

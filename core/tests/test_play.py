@@ -1,0 +1,186 @@
+"""Playing without training: which tasks, with whom, and the environments' own texts."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from turnwise.config.loader import load
+from turnwise.config.schema import Choice, CustomEnv, EnvManagerConfig, RunConfig
+from turnwise.contracts.inference import GeneratingArgs
+from turnwise.errors import CheckpointError, ConfigError
+from turnwise.pipeline import assembly, checkpoint, play
+from turnwise.testing.fake_model import initial_weights, save_model
+from turnwise.testing.fakes import FakeBackend
+
+Toy = Callable[..., Path]
+TWO = {"A": {"env_type": "fake", "env_manager": "fake", "max_steps": 3}, "B": {"env_type": "fake", "env_manager": "fake", "max_steps": 2}}
+
+
+@pytest.fixture
+def config(toy: Toy) -> RunConfig:
+    """Two tags: 4 training groups of 2, 5 evaluation tasks."""
+    path = toy(
+        custom_envs=TWO,
+        rollout_batch_size=8,
+        train_env_manager={"num_env_groups": 4, "group_size": 2, "tags": ["A", "B"]},
+        val_env_manager={"num_env_groups": 5, "group_size": 1, "tags": ["A", "B"]},
+    )
+    return load(path).config
+
+
+def tasks(config: RunConfig) -> tuple[int, int, tuple[str, ...], tuple[int, ...]]:
+    manager = config.val_env_manager
+    assert manager is not None
+    return manager.num_env_groups, manager.group_size, manager.tags, manager.num_groups_partition
+
+
+def run(config: RunConfig, **options: Any) -> Any:
+    return asyncio.run(play.play(config, Path(), **{"player": None, "model": None, **options}))
+
+
+def test_without_wishes_the_evaluation_is_played(config: RunConfig) -> None:
+    got = play.with_tasks(config)
+    assert tasks(got) == (5, 1, ("A", "B"), (3, 2))
+    assert (got.val_seed, got.val_env_manager.generating_args.temperature) == (0, 0)  # type: ignore[union-attr]
+
+
+def test_split_tag_episodes_and_seed_are_heard(config: RunConfig) -> None:
+    got = play.with_tasks(config, split="train", seed=7)
+    assert (*tasks(got), got.val_seed) == (4, 2, ("A", "B"), (2, 2), 7)
+    assert got.val_env_manager.generating_args == config.actor_infer.generating_args  # type: ignore[union-attr]
+    assert tasks(play.with_tasks(config, tag="B")) == (5, 1, ("B",), (5,))
+    assert tasks(play.with_tasks(config, episodes=7)) == (7, 1, ("A", "B"), (4, 3))
+    assert tasks(play.with_tasks(config, episodes=1, split="train")) == (1, 1, ("A",), (1,))
+    assert tasks(play.with_tasks(config, tag="B", episodes=3)) == (3, 1, ("B",), (3,))
+
+
+def test_wishes_that_cannot_be_met_are_one_line(config: RunConfig) -> None:
+    with pytest.raises(ConfigError, match=r"^--tag 'C' is not in custom_envs\. It holds: A, B\.$"):
+        play.with_tasks(config, tag="C")
+    with pytest.raises(
+        ConfigError, match=r"^\$\.val_env_manager is missing: there is nothing to evaluate on\. Fix: add it, or play --split train\.$"
+    ):
+        play.with_tasks(evolve(config, val_env_manager=None))
+    assert tasks(play.with_tasks(evolve(config, val_env_manager=None), split="train"))[0] == 4
+
+
+def test_debugging_is_one_episode_on_this_thread_without_any_limit(config: RunConfig) -> None:
+    got = play.for_debugging(play.with_tasks(config))
+    manager = got.val_env_manager
+    assert manager is not None
+    assert tasks(got) == (1, 1, ("A",), (1,))
+    assert (manager.step_timeout, manager.reset_timeout, got.actor_infer.request_timeout) == (math.inf, math.inf, math.inf)
+    assert (manager.max_env_retries, manager.max_env_failure_rate) == (0, 0.0)
+    assert {env.step for env in got.custom_envs.values()} == {"inline"}
+    assert len(run(got).trajectories) == 1
+
+
+def test_a_person_has_no_time_limit(config: RunConfig) -> None:
+    got = play.patient(config)
+    assert got.actor_infer.request_timeout == math.inf
+    assert got.custom_envs == config.custom_envs
+
+
+# ---------------------------------------------------------------- who plays
+
+
+def test_a_player_plays_the_tasks_without_a_model(config: RunConfig) -> None:
+    played = run(play.with_tasks(config), player=Choice("first"))
+    assert [(t.tag, t.group) for t in played.trajectories] == [("A", 0), ("A", 1), ("A", 2), ("B", 3), ("B", 4)]
+    assert {turn.text for t in played.trajectories for turn in t.turns} == {"a"}  # the first legal action
+    values = play.summary(play.with_tasks(config), played)
+    assert (values["val/A/score/mean"], values["val/B/score/mean"], values["val/A/success"], values["val/A/failed"]) == (3.0, 2.0, 1.0, 0.0)
+
+
+def test_the_model_of_pretrain_plays_the_same_twice_and_other_tasks_under_another_seed(config: RunConfig) -> None:
+    def seen(seed: int | None = None) -> list[Any]:
+        return [[t.final_observation, *(turn.text for turn in t.turns)] for t in run(play.with_tasks(config, seed=seed)).trajectories]
+
+    assert seen() == seen()
+    assert seen() != seen(5)
+
+
+def test_a_backend_with_tokens_may_play_too(config: RunConfig) -> None:
+    player = evolve(config, actor_infer=evolve(config.actor_infer, strategy_args=None))  # whatever the YAML has there
+    played = run(play.with_tasks(player), player=Choice("fake_backend"))
+    assert all(turn.response_ids.size for t in played.trajectories for turn in t.turns)
+
+
+def test_frames_of_the_first_episodes_of_each_tag_come_along(config: RunConfig) -> None:
+    played = run(play.with_tasks(config), player=Choice("first"), render=1)
+    assert {key: len(frames) for key, frames in played.frames.items()} == {("A", 0, 0): 4, ("B", 3, 0): 3}
+
+
+def test_the_backend_is_closed_when_the_environments_cannot_be_built(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+
+    async def close(self: FakeBackend) -> None:
+        closed.append(True)
+
+    monkeypatch.setattr(FakeBackend, "close", close)
+    bad = evolve(config, custom_envs={t: CustomEnv("fake", {"length": []}, Choice("fake")) for t in "AB"})
+    monkeypatch.setattr(assembly, "_num_tasks", lambda builder, tag: (_ for _ in ()).throw(ConfigError("cannot be built")))
+    with pytest.raises(ConfigError, match="cannot be built"):
+        run(play.with_tasks(bad))
+    assert closed == [True]
+
+
+# ---------------------------------------------------------------- which model
+
+
+async def exports(folder: Path) -> None:
+    save_model(folder / "model", initial_weights(seed=1))
+
+
+def test_a_model_is_named_by_folder_checkpoint_or_latest(config: RunConfig, tmp_path: Path) -> None:
+    root = tmp_path / "out" / "checkpoints"
+    with pytest.raises(CheckpointError, match=r"out/checkpoints holds no checkpoint\. Fix: train first, or name a model folder\."):
+        play.model_folder("latest", config)
+    folders = [asyncio.run(checkpoint.save(root, step, {}, exports)) for step in (2, 10)]
+    assert play.model_folder("latest", config).resolve() == folders[1] / "model"
+    assert play.model_folder(str(folders[0]), config) == folders[0] / "model"
+    assert play.model_folder(str(folders[0] / "model"), config) == folders[0] / "model"
+    assert run(play.with_tasks(config), model="latest").trajectories
+    (folders[1] / "model" / "weights.npy").write_bytes(b"cut")
+    with pytest.raises(CheckpointError, match="is cut short"):
+        play.model_folder("latest", config)
+    with pytest.raises(ConfigError, match="'nowhere' is not a folder"):
+        run(play.with_tasks(config), model="nowhere")
+
+
+# ---------------------------------------------------------------- the environments' own texts
+
+
+def test_the_texts_are_those_that_a_model_would_see_and_the_legal_actions(config: RunConfig) -> None:
+    texts = list(assembly.texts(config, Path()))
+    assert texts == list(assembly.texts(config, Path()))
+    assert len(texts) == len(set(texts))
+    assert {"a", "b"} <= set(texts)
+    counts = [text for text in texts if text.startswith("count ")]
+    assert len(counts) > 100  # 64 episodes of each tag begin at random numbers
+    assert texts != list(assembly.texts(evolve(config, seed=9), Path()))
+
+
+def test_texts_can_be_asked_for_while_a_loop_runs_and_leave_no_thread(config: RunConfig) -> None:
+    async def inside() -> list[str]:
+        return list(assembly.texts(config, Path()))
+
+    assert asyncio.run(inside()) == list(assembly.texts(config, Path()))
+    assert not [t for t in threading.enumerate() if t.name.startswith("turnwise-texts")]
+
+
+def test_limits_of_a_tag_follow_from_the_sampling(config: RunConfig) -> None:
+    env = evolve(config.custom_envs["A"], max_tokens_per_step=None)
+    args = GeneratingArgs(max_new_tokens=9)
+    got = assembly.limits(config, env, args)
+    assert (got.sequence_length, got.max_new_tokens, got.max_tokens_per_step, got.max_turns, got.max_prompt_length) == (64, 9, 9, 3, 55)
+    assert assembly.limits(config, evolve(env, max_tokens_per_step=4), args).max_tokens_per_step == 4
+    assert assembly.planned_episodes(EnvManagerConfig(3, 2, ("A", "B"), (2, 1))) == {"A": 4, "B": 2}

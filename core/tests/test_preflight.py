@@ -1,0 +1,265 @@
+"""Before a run: everything that is wrong, each in one line, apart from what the machine lacks; nothing is started or written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from turnwise.config.loader import load
+from turnwise.config.schema import Choice, RunConfig
+from turnwise.errors import ConfigError, MachineError
+from turnwise.pipeline import preflight as module
+from turnwise.pipeline.preflight import Findings, chosen, preflight, refuse, visible_gpus
+
+Toy = Callable[..., Path]
+
+
+def loaded(path: Path, *overrides: str) -> RunConfig:
+    return load(path, overrides).config
+
+
+def found(path: Path, *overrides: str, **changes: Any) -> Findings:
+    return preflight(evolve(loaded(path, *overrides), **changes), path.parent)
+
+
+def only(lines: list[str]) -> str:
+    assert len(lines) == 1, lines
+    assert "\n" not in lines[0]
+    return lines[0]
+
+
+def plugin(tmp_path: Path, text: str) -> list[str]:
+    """A further plugin file; the YAML's `plugins:` with it."""
+    (tmp_path / "more.py").write_text("import turnwise\nfrom turnwise import Implementation\n" + text, encoding="utf-8")
+    return ["turnwise.testing.plugin", "./players.py", "./more.py"]
+
+
+def test_a_good_configuration_has_no_findings_and_leaves_no_trace(toy: Toy, tmp_path: Path) -> None:
+    path = toy()
+    before = sorted(tmp_path.rglob("*"))
+    assert found(path) == Findings([], [])
+    assert [p for p in sorted(tmp_path.rglob("*")) if "__pycache__" not in p.parts] == before
+
+
+def test_findings_are_refused_the_configuration_first() -> None:
+    refuse(Findings([], []))
+    with pytest.raises(ConfigError) as caught:
+        refuse(Findings(["a", "b"], ["c"]))
+    assert caught.value.problems == ["a", "b"]
+    with pytest.raises(MachineError, match="c\nd"):
+        refuse(Findings([], ["c", "d"]))
+
+
+# ---------------------------------------------------------------- roles
+
+
+def test_a_player_cannot_be_trained_on(toy: Toy) -> None:
+    line = only(found(toy(actor_infer={"strategy_args": {"strategy_name": "first"}, "generating_args": {"max_new_tokens": 4}})).config)
+    assert line.startswith(
+        "$.actor_infer: 'first' gives no token ids, so nothing can be trained on its responses. Fix: train with a backend such as hf"
+    )
+
+
+def test_a_role_without_a_strategy_says_what_to_write(toy: Toy) -> None:
+    config = loaded(toy())
+    line = only(found(toy(), actor_train=evolve(config.actor_train, strategy_args=None)).config)
+    assert line == "$.actor_train.strategy_args is missing. Fix: name a strategy, as in strategy_args: {strategy_name: torch}."
+
+
+def test_roles_without_a_common_transport_are_told_before_anything_is_loaded(toy: Toy, tmp_path: Path) -> None:
+    backend = """
+from turnwise.testing.fakes import FakeBackend
+
+class Deaf(FakeBackend):
+    transports = ("pigeon",)
+
+class Shares(FakeBackend):
+    transports = ("shared",)
+
+@turnwise.hookimpl
+def inference_backends():
+    return [Implementation(n, c, config="turnwise.testing.fakes:FakeBackendConfig") for n, c in (("deaf", Deaf), ("shares", Shares))]
+"""
+    path = toy(plugins=plugin(tmp_path, backend))
+    line = only(found(path, "actor_infer.strategy_args.strategy_name=deaf").config)
+    assert line == (
+        "$.actor_infer: the backend takes weights by pigeon, actor_train offers fake, shared: no common transport. Fix: choose two that share one."
+    )
+    shares = "actor_infer.strategy_args.strategy_name=shares"
+    assert found(path, shares).config == []
+    line = only(found(path, shares, "actor_train.model_args.dtype=fp32").config)
+    assert line.startswith("$.actor_infer.model_args.dtype: bf16, actor_train has fp32: the weights of this backend are shared")
+
+
+def test_what_a_role_says_of_itself_is_sorted_into_configuration_and_machine(toy: Toy, tmp_path: Path) -> None:
+    strategy = """
+from turnwise.testing.fakes import FakeStrategy
+
+class Careful(FakeStrategy):
+    @staticmethod
+    def check(config, context):
+        return [f"$.{context.role}.x: too small. Fix: x: 2", "machine: needs a fan, found none"]
+
+@turnwise.hookimpl
+def train_strategies():
+    return [Implementation("careful", Careful)]
+"""
+    path = toy(plugins=plugin(tmp_path, strategy), kl_loss_coef=0.1, actor_train={"strategy_args": {"strategy_name": "careful"}})
+    assert found(path) == Findings(["$.actor_train.x: too small. Fix: x: 2", "$.reference.x: too small. Fix: x: 2"], ["needs a fan, found none"])
+
+
+def test_devices_that_are_not_there_are_the_machines_lack(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "visible_gpus", lambda: 1)
+    path = toy()
+    config = loaded(path)
+    for mapping, expected in (((0,), []), ((1,), ["actor_infer: device_mapping needs 2 GPUs, found 1"])):
+        got = found(path, actor_infer=evolve(config.actor_infer, device_mapping=mapping))
+        assert got == Findings([], expected)
+    monkeypatch.setattr(module, "visible_gpus", lambda: 0)
+    assert found(path, actor_infer=evolve(config.actor_infer, device_mapping=(0,))).machine == ["actor_infer: device_mapping needs 1 GPU, found 0"]
+
+
+@pytest.mark.parametrize(("value", "count"), [("", 0), ("-1", 0), ("0,1", 2), ("GPU-1234, GPU-5678,", 2)])
+def test_visible_devices_are_counted_from_the_environment(monkeypatch: pytest.MonkeyPatch, value: str, count: int) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert visible_gpus() == count
+
+
+def test_without_that_variable_devices_are_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/nvidia0"), Path("/dev/nvidia12"), Path("/dev/nvidiactl")])
+    assert visible_gpus() == 2
+
+
+# ---------------------------------------------------------------- schedules
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({"lr_scheduler_type": "cosin"}, "$.actor_train.training_args.lr_scheduler_type: 'cosin' is unknown. Did you mean 'cosine'?"),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 7.0}},
+            "$.actor_train.training_args.lr_scheduler_kwargs.min_lr: 7.0 is not below learning_rate 5.0",
+        ),
+        (
+            {"lr_scheduler_type": "polynomial", "learning_rate": 1e-8},
+            "$.actor_train.training_args.lr_scheduler_kwargs.lr_end: 1e-07 is not below learning_rate 1e-08",
+        ),
+        (
+            {"lr_scheduler_type": "wsd", "warmup_steps": 2, "lr_scheduler_kwargs": {"num_decay_steps": 2}},
+            "$.actor_train.training_args.lr_scheduler_kwargs: warm-up, stable and decay phase take 4 pipeline steps, and max_steps is 3",
+        ),
+        ({"lr_scheduler_type": "wsd"}, "$.actor_train.training_args.lr_scheduler_kwargs: warmup_stable_decay needs num_decay_steps"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_told_with_its_path(toy: Toy, args: dict[str, Any], expected: str) -> None:
+    actor = {"strategy_args": {"strategy_name": "fake"}, "training_args": {"learning_rate": 5.0, "per_device_train_batch_size": 2, **args}}
+    assert only(found(toy(actor_train=actor)).config).startswith(expected)
+
+
+# ---------------------------------------------------------------- everything else that is named
+
+
+def test_whatever_is_named_is_imported_before_the_start(toy: Toy, tmp_path: Path) -> None:
+    torn = "@turnwise.hookimpl\ndef loggers():\n    return [Implementation('torn', 'tw_not_there:Log'), Implementation('far', object, requires='tw_absent')]\n"
+    path = toy(plugins=plugin(tmp_path, torn), track_with=["torn", "far"])
+    got = found(path)
+    assert only(got.config).startswith("logger 'torn' (from ./more.py) cannot be loaded from 'tw_not_there:Log': ModuleNotFoundError")
+    assert only(got.machine) == "logger 'far' needs tw_absent, not installed"
+
+
+def test_arithmetic_that_refuses_its_settings_is_told_before_the_start(toy: Toy, tmp_path: Path) -> None:
+    policy = """
+from turnwise.errors import ConfigError
+
+class Picky:
+    def __init__(self, config, context):
+        raise ConfigError(f"batch_adjust_mode picky: U = {context.unit} of {context.rollout_batch_size} does not suit. Fix: another")
+
+@turnwise.hookimpl
+def batch_adjusts():
+    return [Implementation("picky", Picky)]
+"""
+    path = toy(plugins=plugin(tmp_path, policy), batch_adjust_mode="picky")
+    assert only(found(path).config) == "batch_adjust_mode picky: U = 2 of 4 does not suit. Fix: another"
+
+
+def test_a_baseline_must_be_a_player(toy: Toy) -> None:
+    assert found(toy(baselines=["first"])).config == []
+    line = only(found(toy(baselines=["first", "fake"])).config)
+    assert line == "$.baselines: 'fake_backend' needs a model, so it is no baseline. Fix: name players, such as random."
+
+
+def test_an_environment_that_cannot_be_built_is_told_with_its_options(toy: Toy, tmp_path: Path) -> None:
+    bad = "class Bad:\n    def __init__(self, size=1):\n        raise ValueError('size must be even')\n"
+    bad += "@turnwise.hookimpl\ndef environments():\n    return [Implementation('bad', Bad)]\n"
+    envs = {"Toy": {"env_type": "bad", "env_manager": "fake", "env_config": {"size": 3}}}
+    line = only(found(toy(plugins=plugin(tmp_path, bad), custom_envs=envs)).config)
+    assert (
+        line
+        == "custom_envs.Toy: the environment 'bad' cannot be built with env_config {'size': 3}: ValueError: size must be even. Fix: correct env_config."
+    )
+
+
+def test_a_model_that_is_not_there_is_told_when_the_rest_is_right(toy: Toy) -> None:
+    assert only(found(toy(pretrain="no/such/model")).config).startswith("pretrain: 'no/such/model' is not a folder with weights.npy.")
+
+
+def test_a_folder_beside_the_yaml_is_found_from_anywhere(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = toy(pretrain="model")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights.npy").write_bytes(b"")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert found(path).config == []
+
+
+@pytest.mark.parametrize("key", ["output_dir", "logging_dir", "render_save_dir", "rollout_dump_dir"])
+def test_a_folder_that_cannot_be_written_is_the_machines_fault(toy: Toy, tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").write_text("")
+    got = found(toy(**{key: "file/deep"}))
+    assert got == Findings([], [f"{key}: {tmp_path / 'file'} is not a folder. Fix: choose another {key}"])
+
+
+def test_a_folder_on_a_read_only_disk_is_told(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(dir: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(module.tempfile, "TemporaryFile", refuses)
+    line = only(found(toy()).machine)
+    assert line == "output_dir: out cannot be written (Read-only file system). Fix: choose another output_dir"
+
+
+def test_a_checkpoint_that_cannot_be_resumed_is_told(toy: Toy, tmp_path: Path) -> None:
+    assert found(toy(resume_from_checkpoint=True)).config == []  # the first run of a command that is always the same
+    (tmp_path / "out" / "checkpoints" / "checkpoint-000002").mkdir(parents=True)
+    for setting in (True, "out/checkpoints/checkpoint-000002"):
+        assert "is not a checkpoint: it has no manifest.json" in only(found(toy(resume_from_checkpoint=setting)).config)
+
+
+def test_all_kinds_of_findings_come_together_each_once(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    actor = {"strategy_args": {"strategy_name": "fake"}, "training_args": {"lr_scheduler_type": "cosin"}}
+    got = found(toy(actor_train=actor, baselines=["fake", "fake"], output_dir="file", resume_from_checkpoint="nowhere"))
+    assert [line.split(":")[0] for line in got.config] == [
+        "$.actor_train.training_args.lr_scheduler_type",
+        "$.baselines",
+        "nowhere is not a checkpoint",
+    ]
+    assert len(got.machine) == 1
+
+
+def test_every_implementation_that_the_run_names_is_looked_at(toy: Toy) -> None:
+    config = loaded(toy(baselines=["first"], kl_loss_coef=0.1, group_filters=["fake"]))
+    assert sorted({kind for kind, _ in chosen(config)}) == sorted(
+        [
+            "advantage_estimator", "batch_adjust", "env_manager", "environment", "group_filter", "inference_backend", "logger", "model_source",
+            "policy_loss", "runtime", "train_strategy",
+        ]
+    )  # fmt: skip
+    assert ("inference_backend", Choice("first")) in list(chosen(config))
