@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from turnwise_gymnasium.frozen_lake import FrozenLake
-from turnwise_torch.optimizer import MasterAdamW
 
 from turnwise.config.loader import load
 from turnwise.pipeline.loop import Pipeline
+from turnwise_gymnasium.frozen_lake import FrozenLake
+from turnwise_torch.optimizer import MasterAdamW
 
 CONFIG = Path(__file__).resolve().parent.parent / "examples" / "frozen_lake.yaml"
 
@@ -56,7 +56,14 @@ class Clock:
 @contextlib.contextmanager
 def patched(clock: Clock) -> Iterator[None]:
     """Measure forward, backward, optimizer step and the environment's step and reset."""
-    targets = [(torch.nn.Module, "__call__"), (torch.Tensor, "backward"), (MasterAdamW, "step"), (MasterAdamW, "clip"), (FrozenLake, "step"), (FrozenLake, "reset")]
+    targets = [
+        (torch.nn.Module, "__call__"),
+        (torch.Tensor, "backward"),
+        (MasterAdamW, "step"),
+        (MasterAdamW, "clip"),
+        (FrozenLake, "step"),
+        (FrozenLake, "reset"),
+    ]
     before = [(owner, name, getattr(owner, name)) for owner, name in targets]
     for owner, name, call in before:
         setattr(owner, name, clock.around(call))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
@@ -110,8 +110,8 @@ def check_log_probs(weights: Path, turns: list[dict[str, Any]]) -> None:
 def test_stepwise_every_turn_is_a_row_of_its_own(make_run: Any, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, (batch, _) = run_of(make_run, weights, monkeypatch)
     tokenizer = AutoTokenizer.from_pretrained(weights)
-    manager = yaml.safe_load(EXAMPLE.read_text())["custom_envs"]["FrozenLake"]["env_manager"]
-    system = manager.get("agent_system_template", SYSTEM).replace("${action_pattern}", PATTERN)
+    written = OmegaConf.merge(OmegaConf.load(EXAMPLE), {"action_pattern": PATTERN})
+    system = OmegaConf.select(written, "custom_envs.FrozenLake.env_manager.agent_system_template") or SYSTEM
     played = records(run, "train", 0)
     turns = [turn for trajectory in played for turn in trajectory["turns"]]
     assert len(played) == 8

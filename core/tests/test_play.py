@@ -159,21 +159,26 @@ def test_a_model_is_named_by_folder_checkpoint_or_latest(config: RunConfig, tmp_
 # ---------------------------------------------------------------- the environments' own texts
 
 
+def texts(config: RunConfig) -> list[tuple[str, str]]:
+    """(role, text) of each."""
+    return [(message["role"], message["content"]) for message in assembly.texts(config, Path())]
+
+
 def test_the_texts_are_those_that_a_model_would_see_and_the_legal_actions(config: RunConfig) -> None:
-    texts = list(assembly.texts(config, Path()))
-    assert texts == list(assembly.texts(config, Path()))
-    assert len(texts) == len(set(texts))
-    assert {"a", "b"} <= set(texts)
-    counts = [text for text in texts if text.startswith("count ")]
+    seen = texts(config)
+    assert seen == texts(config)
+    assert len(seen) == len(set(seen))
+    assert {("assistant", "a"), ("assistant", "b")} <= set(seen)
+    counts = [text for role, text in seen if role == "user" and text.startswith("count ")]
     assert len(counts) > 100  # 64 episodes of each tag begin at random numbers
-    assert texts != list(assembly.texts(evolve(config, seed=9), Path()))
+    assert seen != texts(evolve(config, seed=9))
 
 
 def test_texts_can_be_asked_for_while_a_loop_runs_and_leave_no_thread(config: RunConfig) -> None:
-    async def inside() -> list[str]:
-        return list(assembly.texts(config, Path()))
+    async def inside() -> list[tuple[str, str]]:
+        return texts(config)
 
-    assert asyncio.run(inside()) == list(assembly.texts(config, Path()))
+    assert asyncio.run(inside()) == texts(config)
     assert not [t for t in threading.enumerate() if t.name.startswith("turnwise-texts")]
 
 

@@ -394,7 +394,7 @@ def test_everything_that_is_missing_is_told_at_once_with_one_pip_command(install
         Registry.discover().declare(wanted, tmp_path)
     text = str(caught.value)
     assert text.startswith(
-        "plugins: 'turnwise-gues' is not installed (Did you mean 'turnwise-guess'?); 'turnwise-guess' 1.2 is installed, 'turnwise-guess>=2'"
+        "plugins: 'turnwise-gues' is not installed (did you mean 'turnwise-guess'?); 'turnwise-guess' 1.2 is installed, 'turnwise-guess>=2'"
     )
     assert "; the module 'tw_no.such' is not installed; the file './absent.py' does not exist; './torn.py' is broken: ModuleNotFoundError" in text
     assert "; 'what is this?' is not a requirement, a module or a .py file (" in text

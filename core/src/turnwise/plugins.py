@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -11,6 +12,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -128,10 +130,9 @@ class Registry:
     def find(self, kind: str, name: str) -> Entry:
         """The entry that answers to `name`. Raises PluginError: unknown (with the nearest name), duplicate, or of a broken plugin."""
         known = self.entries(kind)
-        hits = [e for e in known if name in e.names]
+        hits, label = [e for e in known if name in e.names], kind.replace("_", " ")
         if len(hits) == 1:
             return hits[0]
-        label = kind.replace("_", " ")
         if len(hits) > 1:
             owners = " and ".join(e.owner + (f" (an alias of {e.name!r})" if e.name != name else "") for e in hits)
             raise PluginError(f"{label} {name!r} is provided twice: by {owners}. Fix: uninstall one, or block it with plugins: ['no:NAME'].")
@@ -202,26 +203,25 @@ class Registry:
         if item.startswith("no:"):
             self.blocked.add(_canonical(item[3:]))
         elif item.endswith(".py"):
-            self._declare_file(base / item, item)
+            self._declare_file((base / item).resolve(), item)
         elif re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", item):
             self._declare_module(item)
         else:
             self._declare_requirement(item)
 
     def _declare_file(self, path: Path, item: str) -> None:
-        path = path.resolve()
         if str(path) in self._seen:
             return
         if not path.is_file():
             raise _UndeclaredError(f"the file {item!r} does not exist")
         name = f"turnwise_file_{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{zlib.crc32(str(path).encode()):08x}"  # two folders may hold one each
-        spec = importlib.util.spec_from_file_location(name, path)
+        loader = SourceFileLoader(name, str(path))
+        spec = importlib.util.spec_from_loader(name, loader)
         assert spec is not None
-        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # so that its classes pickle
         try:
-            spec.loader.exec_module(module)
+            loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[name]
             raise self._undeclared(item, error) from error
@@ -265,8 +265,10 @@ class Registry:
             if _installed(item):
                 self._declare_module(item)
                 return
-            near = did_you_mean(requirement.name, {e.distribution for e in self._entries}).strip(" ?")
-            raise _UndeclaredError(f"{requirement.name!r} is not installed" + (f" ({near}?)" if near else ""), install=item) from None
+            stems = {_stem(e.distribution): e.distribution for e in self._entries}  # the prefix alone makes no two names alike
+            near = difflib.get_close_matches(_stem(requirement.name), stems, n=1)
+            hint = f" (did you mean {stems[near[0]]!r}?)" if near else ""
+            raise _UndeclaredError(f"{requirement.name!r} is not installed{hint}", install=item) from None
         if not requirement.specifier.contains(version, prereleases=True):
             raise _UndeclaredError(f"{requirement.name!r} {version} is installed, {item!r} is wanted", install=item)
         broken = next((b for b in self.broken if _canonical(b.distribution) == _canonical(requirement.name)), None)
@@ -293,13 +295,12 @@ class Registry:
         if self._manager.is_registered(module):  # named under plugins: and installed too
             return
         marked = {n: f for n, f in getattr(module, "__dict__", {}).items() if inspect.isroutine(f) and getattr(f, "turnwise_impl", None) is not None}
-        unknown = next((name for name in marked if name not in KINDS), None)
-        if unknown is not None or not marked:
-            why = "it has no hook." if unknown is None else f"unknown hook {unknown!r}.{did_you_mean(unknown, KINDS)}"
+        unknown = (f"unknown hook {name!r}.{did_you_mean(name, KINDS)}" for name in marked if name not in KINDS)
+        why = next(unknown, "") if marked else "it has no hook."
+        if why:
             self._break(plugin, distribution, version, f"{why} Hooks, each marked @turnwise.hookimpl: {listed(KINDS)}", None)
             return
-        fresh: list[Entry] = []
-        hook = ""
+        fresh, hook = list[Entry](), ""
         try:
             self._manager.register(module, name=f"{distribution}:{plugin}:{len(self._manager.get_plugins())}")
             for hook, kind in KINDS.items():
@@ -314,7 +315,7 @@ class Registry:
         self.broken.append(Broken(plugin, distribution, version, why, error))
 
     def _is_blocked(self, plugin: str, distribution: str) -> bool:
-        return bool(self.blocked & {_canonical(plugin), _canonical(distribution), _canonical(distribution).removeprefix("turnwise-")})
+        return bool(self.blocked & {_canonical(plugin), _canonical(distribution), _stem(distribution)})
 
 
 class _UndeclaredError(Exception):
@@ -351,6 +352,10 @@ def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
+def _stem(distribution: str) -> str:
+    return _canonical(distribution).removeprefix("turnwise-")
+
+
 def _installed(name: str) -> bool:
     if sys.modules.get(name) is not None:
         return True
@@ -372,9 +377,8 @@ def _core_range(point: importlib.metadata.EntryPoint) -> str:
                 requirement = Requirement(text)
             except InvalidRequirement:
                 return f"its requirement {text!r} cannot be read"
-            if (requirement.marker is None or requirement.marker.evaluate({"extra": ""})) and not requirement.specifier.contains(
-                __version__, prereleases=True
-            ):
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if applies and not requirement.specifier.contains(__version__, prereleases=True):
                 return f"needs turnwise{requirement.specifier}, this is {__version__}"
     return ""
 

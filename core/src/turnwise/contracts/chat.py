@@ -39,12 +39,13 @@ class Chat(Protocol):
 
 @frozen
 class ModelSourceContext:
-    """`cache`: folder in which a prepared model may be kept. `texts`: the environments' own texts (for training a tokenizer);
-    calling it plays a few episodes with random actions, so call it only when needed. `seed`: the run's seed."""
+    """`cache`: folder in which a prepared model may be kept. `texts`: the environments' own texts, as messages with the
+    role under which a model would read or write them (for training a tokenizer); calling it plays a few episodes with random actions, so
+    call it only when needed. `seed`: the run's seed."""
 
     cache: Path
     seed: int = 0
-    texts: Callable[[], Iterable[str]] = field(default=tuple)
+    texts: Callable[[], Iterable[Message]] = field(default=tuple)
 
 
 class ModelSource(Protocol):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from attrs import define, evolve, field, frozen
 
 from turnwise.config.schema import Choice, CustomEnv, EnvManagerConfig, Role, RunConfig
-from turnwise.contracts.chat import Chat, ModelSource, ModelSourceContext
+from turnwise.contracts.chat import Chat, Message, ModelSource, ModelSourceContext
 from turnwise.contracts.env_manager import Limits, ManagerContext
 from turnwise.contracts.inference import GeneratingArgs, InferenceBackend, InferenceContext
 from turnwise.contracts.logger import Logger, LoggerContext
@@ -144,7 +144,7 @@ def model_source(config: RunConfig, base: Path) -> ModelSource:
     return source
 
 
-def texts(config: RunConfig, base: Path) -> Iterable[str]:
+def texts(config: RunConfig, base: Path) -> Iterable[Message]:
     """Every text that the environments and their managers would show a model in a few random episodes."""
     managers = [m for m in (config.train_env_manager, config.val_env_manager) if m is not None]
     args = config.actor_infer.generating_args
@@ -261,8 +261,3 @@ def role_of(config: RunConfig, name: str) -> Role:
 def needs_reference(config: RunConfig) -> bool:
     """Whether a KL coefficient is positive, so that a reference is loaded and run."""
     return config.init_kl_coef > 0 or config.kl_loss_coef > 0
-
-
-def names(choices: Sequence[Choice]) -> list[str]:
-    """The names of some choices."""
-    return [choice.name for choice in choices]

@@ -36,9 +36,7 @@ def _resized(manager: EnvManagerConfig, episodes: int) -> EnvManagerConfig:
     share, rest = divmod(episodes, len(manager.tags))
     partition = tuple(share + (i < rest) for i in range(len(manager.tags)))
     kept = [(t, n) for t, n in zip(manager.tags, partition) if n]
-    return evolve(
-        manager, num_env_groups=episodes, group_size=1, tags=tuple(t for t, _ in kept), num_groups_partition=tuple(n for _, n in kept)
-    )
+    return evolve(manager, num_env_groups=episodes, group_size=1, tags=tuple(t for t, _ in kept), num_groups_partition=tuple(n for _, n in kept))
 
 
 def for_debugging(config: RunConfig) -> RunConfig:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from attrs import evolve
 
+from turnwise.contracts.chat import Message
 from turnwise.contracts.inference import Request
 from turnwise.contracts.player import Player, chosen
 from turnwise.data.trajectory import Generation
@@ -21,22 +22,22 @@ class _Recorder(Player):
     """A player that chooses among the legal actions and writes down every message that it is shown."""
 
     def __init__(self) -> None:
-        self.texts: dict[str, None] = {}
+        self.texts: dict[tuple[str, str], None] = {}
 
     async def generate(self, request: Request) -> Generation:
         """A random legal action, or the empty text where none are told."""
         for message in request.messages or ():
             content = message["content"]
             parts = [content] if isinstance(content, str) else [p.get("text", "") for p in content]
-            self.texts.update(dict.fromkeys(parts))
-        self.texts.update(dict.fromkeys(request.actions))
+            self.texts.update(dict.fromkeys((message["role"], part) for part in parts))
+        self.texts.update(dict.fromkeys(("assistant", action) for action in request.actions))
         rng = np.random.default_rng(request.seed)
         return chosen(str(rng.choice(request.actions)) if request.actions else "")
 
 
-def environment_texts(plans: Sequence[TagPlan], seed: int) -> list[str]:
-    """Every distinct text of `EPISODES` random episodes of each plan, in the order seen (a fixed seed gives fixed texts)."""
-    found: list[str] = []
+def environment_texts(plans: Sequence[TagPlan], seed: int) -> list[Message]:
+    """Every distinct text, as a message with its role, of `EPISODES` random episodes of each plan, in the order seen (a fixed seed gives fixed texts)."""
+    found: list[tuple[str, str]] = []
 
     async def play() -> None:
         for plan in plans:
@@ -51,4 +52,4 @@ def environment_texts(plans: Sequence[TagPlan], seed: int) -> list[str]:
 
     with ThreadPoolExecutor(1, thread_name_prefix="turnwise-texts") as pool:  # a loop may already run on this thread
         pool.submit(asyncio.run, play()).result()
-    return list(dict.fromkeys(found))
+    return [{"role": role, "content": text} for role, text in dict.fromkeys(found)]

@@ -10,7 +10,7 @@ import pytest
 
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
 from turnwise.contracts.train import Offer
-from turnwise.errors import ConfigError, EngineError
+from turnwise.errors import EngineError
 from turnwise_gymnasium.fixtures import walker_fixture
 from turnwise_gymnasium.frozen_lake import ACTIONS, FrozenLake
 from turnwise_gymnasium.walker import FrozenLakeWalker

@@ -12,9 +12,9 @@ import pytest
 
 from turnwise.contracts.logger import LoggerContext
 from turnwise.data import Trajectory, Turn
+from turnwise.data.record import plain, trajectory_record
 from turnwise_jsonl.config import JsonlConfig
 from turnwise_jsonl.logger import JsonlLogger
-from turnwise.data.record import plain, trajectory_record
 
 
 def make(folder: Path, **options: Any) -> JsonlLogger:

@@ -23,10 +23,11 @@ from turnwise_hf.source import HfModelSource
 from turnwise_hf.tokenizers import build_tokenizer
 
 TEXTS = ["The goal is 2 down 1 right. Holes: Left Down.", "Left", "P _ O\n_ _ G"]
+SHOWN = [{"role": "user", "content": text} for text in TEXTS]
 
 
 def source(cache: Path, seed: int = 0) -> HfModelSource:
-    return HfModelSource(None, ModelSourceContext(cache=cache, seed=seed, texts=lambda: TEXTS))
+    return HfModelSource(None, ModelSourceContext(cache=cache, seed=seed, texts=lambda: SHOWN))
 
 
 @pytest.mark.parametrize("tokenizer", ["word", "byte_bpe"])
@@ -48,9 +49,9 @@ def test_a_recipe_gives_a_folder_that_transformers_loads_with_the_same_tokens(ma
 
 def test_equal_seeds_give_equal_weights_and_leave_the_global_random_state_alone(tmp_path: Path) -> None:
     before = torch.random.get_rng_state()
-    one = prepare_recipe(Recipe(seed=3), TEXTS, 0, tmp_path / "one")
-    two = prepare_recipe(Recipe(seed=3), [*reversed(TEXTS), TEXTS[0]], 1, tmp_path / "two")
-    other = prepare_recipe(Recipe(seed=None), TEXTS, 4, tmp_path / "one")
+    one = prepare_recipe(Recipe(seed=3), SHOWN, 0, tmp_path / "one")
+    two = prepare_recipe(Recipe(seed=3), [*reversed(SHOWN), SHOWN[0]], 1, tmp_path / "two")
+    other = prepare_recipe(Recipe(seed=None), SHOWN, 4, tmp_path / "one")
     assert torch.equal(before, torch.random.get_rng_state())
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (one / name).read_bytes() == (two / name).read_bytes()
@@ -153,7 +154,7 @@ def test_all_mistakes_are_told_at_once_and_a_recipe_may_stand_without_its_key() 
 
 def test_a_template_that_cannot_render_and_a_word_tokenizer_without_texts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot render a user's message: no"):
-        prepare_recipe(Recipe(chat_template="{{ raise_exception('no') }}"), TEXTS, 0, tmp_path)
+        prepare_recipe(Recipe(chat_template="{{ raise_exception('no') }}"), SHOWN, 0, tmp_path)
     with pytest.raises(ConfigError, match="word needs the environments' texts"):
         prepare_recipe(Recipe(), [], 0, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -240,3 +241,14 @@ def test_a_missing_path_under_a_folder_that_is_here_is_no_hub_id(tmp_path: Path,
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
     assert "is not there" in source(tmp_path).check("models/qwen")[0]
+
+
+def test_the_tokenizer_learns_only_what_the_chat_template_shows(tmp_path: Path) -> None:
+    template = "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant"
+    told = [{"role": "system", "content": "rules"}, {"role": "user", "content": "lake"}, {"role": "assistant", "content": "Left"}]
+    for shown, options in ((False, {"chat_template": template}), (True, {})):
+        source = HfModelSource(None, ModelSourceContext(cache=tmp_path, texts=lambda: told))
+        folder = source.prepare({"recipe": {"hidden_size": 16, "num_heads": 2, "num_layers": 1, **options}})
+        vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+        assert {"lake", "Left"} <= set(vocabulary)
+        assert ("rules" in vocabulary) == shown

@@ -30,7 +30,9 @@ def _folder() -> Path:
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     # Wider than by default, so that a log-prob of another temperature or another token is far off.
     recipe = {"hidden_size": 32, "num_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 256}
-    return HfModelSource(None, ModelSourceContext(cache=place, texts=lambda: _TEXTS)).prepare({"recipe": recipe})
+    return HfModelSource(None, ModelSourceContext(cache=place, texts=lambda: [{"role": "user", "content": text} for text in _TEXTS])).prepare(
+        {"recipe": recipe}
+    )
 
 
 def backend_fixture() -> dict[str, Any]:

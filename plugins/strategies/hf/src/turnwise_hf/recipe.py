@@ -24,10 +24,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from turnwise.contracts.chat import Message
 from turnwise.errors import ConfigError, MachineError
 from turnwise_hf.config import Recipe
 from turnwise_hf.folder import folder_problems
-from turnwise_hf.tokenizers import build_tokenizer, save_tokenizer
+from turnwise_hf.tokenizers import build_tokenizer, save_tokenizer, shown_texts
 from turnwise_torch.models import quiet
 
 _ARCHITECTURES: dict[str, tuple[Any, Any]] = {
@@ -39,12 +40,14 @@ _LAYOUT = 1
 """Part of the digest: raised when this file or the tokenizers change what a recipe gives."""
 
 
-def prepare_recipe(recipe: Recipe, texts: Sequence[str], seed: int, cache: Path) -> Path:
+def prepare_recipe(recipe: Recipe, messages: Sequence[Message], seed: int, cache: Path) -> Path:
     """The folder `cache/<digest of recipe, seed and texts>`, made unless it is there and complete. Raises ConfigError, MachineError.
+
+    The tokenizer is trained on those of `messages` that the recipe's chat template shows.
 
     The folder appears by one rename, so a killed or a second process never leaves half of one. The global RNG state is left as it was.
     """
-    texts = sorted(set(texts))
+    texts = sorted(shown_texts(recipe, messages))
     if recipe.tokenizer == "word" and not texts:
         raise ConfigError("pretrain.recipe.tokenizer: word needs the environments' texts, and there are none. Fix: tokenizer: byte_bpe")
     seed = seed if recipe.seed is None else recipe.seed

@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from turnwise.contracts.chat import Message
 from turnwise.errors import ConfigError, MachineError
 from turnwise_hf.config import Recipe
 
@@ -41,6 +42,14 @@ def build_tokenizer(recipe: Recipe, texts: Iterable[str]) -> PreTrainedTokenizer
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=recipe.max_position_embeddings, **options)
     tokenizer.chat_template = template
     return tokenizer
+
+
+def shown_texts(recipe: Recipe, messages: Iterable[Message]) -> set[str]:
+    """The texts of `messages` whose role the recipe's chat template shows."""
+    template = recipe.chat_template or CHATML
+    probe = "turnwise"
+    shown = {role for role in _ROLES if any(probe in text for text in _rendered(template, role, probe))}
+    return {message["content"] for message in messages if message["role"] in shown}
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -101,15 +110,19 @@ def _byte_bpe(corpus: Sequence[str], special: Sequence[str], vocab_size: int) ->
 
 def _template_texts(template: str, special: Sequence[str]) -> list[str]:
     """What the template itself writes around messages of every role that it takes."""
-    blank = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({UNKNOWN: 0}, unk_token=UNKNOWN)))
-    texts = list(_ROLES)
-    problem = ""
-    for role in _ROLES:
-        conversation = [{"role": "user", "content": ""}, {"role": role, "content": ""}] if role != "user" else [{"role": role, "content": ""}]
-        try:
-            texts.append(blank.apply_chat_template(conversation, chat_template=template, add_generation_prompt=True, tokenize=False))
-        except Exception as error:  # a template may refuse a role with any error; one that refuses the user is of no use
-            problem = problem or (str(error) if role == "user" else "")
-    if problem:
-        raise ConfigError(f"pretrain.recipe.chat_template cannot render a user's message: {problem}")
+    texts = [*_ROLES, *(text for role in _ROLES for text in _rendered(template, role, ""))]
     return [text for text in texts if text not in special]
+
+
+def _rendered(template: str, role: str, content: str) -> list[str]:
+    """A conversation whose last message has this role, rendered; nothing if the template refuses the role. Raises ConfigError for the user's."""
+    blank = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({UNKNOWN: 0}, unk_token=UNKNOWN)))
+    before = [] if role in ("user", "system") else [{"role": "user", "content": ""}]
+    after = [{"role": "user", "content": ""}] if role == "system" else []
+    conversation = [*before, {"role": role, "content": content}, *after]
+    try:
+        return [blank.apply_chat_template(conversation, chat_template=template, add_generation_prompt=True, tokenize=False)]
+    except Exception as error:  # a template may refuse a role with any error; one that refuses the user is of no use
+        if role == "user":
+            raise ConfigError(f"pretrain.recipe.chat_template cannot render a user's message: {error}") from error
+        return []
