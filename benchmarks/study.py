@@ -76,7 +76,8 @@ def table(results: dict[int, dict[str, float]], players: dict[str, float]) -> st
         "# FrozenLake 4×4 from random weights",
         "",
         "`python benchmarks/study.py --write`: greedy success on 512 maps held out by content (split `test`), random start and goal, eight turns.",
-        f"Machine: {os.cpu_count()} cores of {platform.machine()}, no GPU, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}, runs one after the other.",
+        f"Machine: {os.cpu_count()} cores of {platform.machine()}, no GPU, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}, "
+        "runs one after the other.",
         "",
         "| seed | steps | success before | success after | score after | wall s | CPU s |",
         "|---|---:|---:|---:|---:|---:|---:|",

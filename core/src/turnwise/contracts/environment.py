@@ -16,7 +16,8 @@ class Environment(Protocol):
     `{"type": "image", "image": uint8 H×W×3}`). `step` gets the model's text, or what the manager's `action_pattern` found in it
     (the empty string when it found nothing: an invalid action). `info` may hold `state_key` (hashable or array: the state after this
     call), `success` (bool), `metrics` (name → number), `actions` (the legal texts, for the random player) and, at reset, `tools` (JSON
-    schemas for the chat template) and `env_instruction` (what templates show as `{env_instruction}`). A data-set environment has the attribute `num_tasks` and gets `options={"index": i}`.
+    schemas for the chat template) and `env_instruction` (what templates show as `{env_instruction}`). A data-set environment has the
+    attribute `num_tasks` and gets `options={"index": i}`.
     Optional: `render()` → uint8 H×W×3 array or a string, `close()`.
     """
 

@@ -36,7 +36,7 @@ class _Recorder(Player):
 
 
 def environment_texts(plans: Sequence[TagPlan], seed: int) -> list[Message]:
-    """Every distinct text, as a message with its role, of `EPISODES` random episodes of each plan, in the order seen (a fixed seed gives fixed texts)."""
+    """Every distinct text, as a message with its role, of `EPISODES` random episodes of each plan, in the order seen."""
     found: list[tuple[str, str]] = []
 
     async def play() -> None:

@@ -14,7 +14,7 @@ from turnwise.errors import TurnwiseError
 from turnwise_players.config import HumanConfig
 
 
-class PlayerLeft(TurnwiseError):  # noqa: N818 - it is no error of anybody's
+class PlayerLeft(TurnwiseError):
     """The human ended the game: by `q`, or by the end of the input."""
 
 
