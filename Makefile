@@ -22,7 +22,7 @@ train: $(VENV)/.ready  ## the main job: FrozenLake from random weights
 	$(BIN)/turnwise train examples/frozen_lake.yaml $(ARGS)
 
 test: $(VENV)/.ready  ## all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(VENV)/.ready  ## lint, format, types, import rules, generated docs
 	$(BIN)/ruff check $(SOURCES)
