@@ -22,6 +22,7 @@ import torch
 from turnwise.config.loader import load
 from turnwise.pipeline.loop import Pipeline
 from turnwise_gymnasium.frozen_lake import FrozenLake
+from turnwise_torch import strategy
 from turnwise_torch.optimizer import MasterAdamW
 
 CONFIG = Path(__file__).resolve().parent.parent / "examples" / "frozen_lake.yaml"
@@ -55,9 +56,10 @@ class Clock:
 
 @contextlib.contextmanager
 def patched(clock: Clock) -> Iterator[None]:
-    """Measure forward, backward, optimizer step and the environment's step and reset."""
+    """Measure forward (log-probs and entropy of the head included), backward, optimizer step and the environment's step and reset."""
     targets = [
         (torch.nn.Module, "__call__"),
+        (strategy, "token_log_probs"),
         (torch.Tensor, "backward"),
         (MasterAdamW, "step"),
         (MasterAdamW, "clip"),
@@ -77,7 +79,15 @@ def patched(clock: Clock) -> Iterator[None]:
 def measure(steps: int, recipe: str) -> tuple[float, float]:
     """(wall seconds, seconds outside) of `steps` steps after the first."""
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [f"max_steps={steps + 1}", "eval_steps=0", f"output_dir={folder}", "render_save_dir=null", "baselines=[]", "track_with=[jsonl]"]
+        overrides = [
+            f"max_steps={steps + 1}",
+            "actor_train.training_args.warmup_steps=0",
+            "eval_steps=0",
+            f"output_dir={folder}",
+            "render_save_dir=null",
+            "baselines=[]",
+            "track_with=[jsonl]",
+        ]
         loaded = load(CONFIG, [*overrides, *recipe.split()])
         pipeline = Pipeline(loaded.config, CONFIG.parent, {})
         clock, marks = Clock(), list[tuple[float, float]]()

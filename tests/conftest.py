@@ -188,6 +188,12 @@ def lake(make_run: Callable[[str], Run]) -> Run:
 
 
 @pytest.fixture(scope="session")
+def make_lake(make_run: Callable[[str], Run]) -> Callable[[], Run]:
+    """`make_lake()`: what `lake` is, for fixtures of a wider scope."""
+    return lambda: make_run(LAKE)
+
+
+@pytest.fixture(scope="session")
 def whole_fake(make_run: Callable[[str], Run]) -> Run:
     """The fakes' run, uninterrupted."""
     reset_registry()

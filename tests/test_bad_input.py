@@ -264,7 +264,7 @@ def test_a_role_that_fails_ends_the_run_in_one_line_that_can_be_resumed(fake: An
     assert words in error
     assert saved == "saved: out/checkpoints/checkpoint-000002"
     assert "Traceback" in (fake.folder / "out/run.log").read_text()
-    command = shlex.split(resume.removeprefix("resume: turnwise "))
+    command = shlex.split(resume.removeprefix("resume: "))[1:]
     assert command[-1] == "resume_from_checkpoint=true"
     repaired = [part for part in command if part != override]
     assert fake.command(*repaired).exit_code == 0
@@ -294,7 +294,7 @@ def ended_by_the_disk(run: Any, ended: subprocess.CompletedProcess[str], whole: 
     assert "Older checkpoints are untouched. Fix: free space" in lines[0]
     assert lines[1] == "saved: out/checkpoints/checkpoint-000002"
     assert run.checkpoints() == [2]
-    resume = shlex.split(lines[2].removeprefix("resume: turnwise "))
+    resume = shlex.split(lines[2].removeprefix("resume: "))[1:]
     result = run.command(*resume)
     assert result.exit_code == 0, result.output
     run.same(whole)

@@ -30,12 +30,28 @@ def environments():
 """
 
 
+ASKS = """\
+import os
+from turnwise import Implementation, hookimpl
+from turnwise.testing.fakes import FakeBackend
+
+class Asks(FakeBackend):
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        print("the role's variable is", os.environ.get("OF_THE_ROLE"))
+
+@hookimpl
+def inference_backends():
+    return [Implementation("asks", Asks, config="turnwise.testing.fakes:FakeBackendConfig")]
+"""
+
+
 def test_train_tells_what_became_of_the_model_and_how_to_watch_it(fake: Any) -> None:
     result = fake.train("custom_envs.Count.env_config={length: 3}")
     assert "| model at step 0 |" in result.stdout
     assert "| model at step 6 |" in result.stdout
     (watch,) = [line for line in result.stdout.splitlines() if line.startswith("watch it play: ")]
-    words = shlex.split(watch.removeprefix("watch it play: turnwise "))
+    words = shlex.split(watch.removeprefix("watch it play: "))[1:]
     assert words[-4:] == ["--model", "latest", "--episodes", "3"]
     watched = fake.command(*words)
     assert watched.exit_code == 0, watched.output
@@ -112,6 +128,28 @@ def test_a_run_writes_frames_of_the_evaluated_episodes(fake: Any) -> None:
     fake.train("max_steps=1", "eval_steps=1", "render_save_dir=frames", "render_episodes=1")
     assert sorted(p.name for p in (fake.folder / "frames").iterdir()) == ["step-000000", "step-000001"]
     assert [p.suffix for p in (fake.folder / "frames/step-000001").iterdir()] == [".gif"]
+
+
+def test_a_run_dumps_the_trajectories_of_every_step_and_logs_where_it_is_told(fake: Any) -> None:
+    fake.train("max_steps=2", "eval_steps=0", "rollout_dump_dir=dump", "logging_dir=logs")
+    files = sorted((fake.folder / "dump").iterdir())
+    assert [p.name for p in files] == ["step-000000.jsonl", "step-000001.jsonl"]
+    for step, file in enumerate(files):
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len(records) == 8
+        assert {record["step"] for record in records} == {step}
+    assert (fake.folder / "logs/run.log").is_file()
+    assert not (fake.folder / "out/run.log").exists()
+
+
+def test_a_role_finds_its_environment_variables(fake: Any) -> None:
+    """In a process of its own: in `eval` they stay until it ends."""
+    (fake.folder / "mine.py").write_text(ASKS)
+    named = [WITH_FILE, "actor_infer.strategy_args.strategy_name=asks", "actor_infer.system_envs={OF_THE_ROLE: 7}"]
+    for command in (["train", "run.yaml", *named, "max_steps=1", "eval_steps=0"], ["eval", "run.yaml", *named, "--episodes", "1"]):
+        ended = fake.process(*command)
+        assert ended.returncode == 0, ended.stderr
+        assert "the role's variable is 7" in ended.stdout
 
 
 def test_breakpoint_in_an_environment_opens_the_debugger(fake: Any) -> None:

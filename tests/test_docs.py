@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
 CORE = ROOT / "core" / "src" / "turnwise"
-METRIC = re.compile(r"^(critic|policy|rollout|tokens|tps|group|env|val|system|time)/")
+METRIC = re.compile(r"^(correction|critic|policy|rollout|tokens|tps|group|env|val|system|time)/")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -149,9 +149,11 @@ def literal_metrics(source: str) -> Iterator[str]:
     "path",
     [
         CORE / "pipeline" / "metrics.py",
+        CORE / "pipeline" / "correction.py",
         CORE / "pipeline" / "loop.py",
         CORE / "rollout" / "scheduler.py",
         ROOT / "plugins" / "strategies" / "torch" / "src" / "turnwise_torch" / "objective.py",
+        ROOT / "plugins" / "strategies" / "torch" / "src" / "turnwise_torch" / "strategy.py",
     ],
     ids=lambda path: path.name,
 )

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import re
+import resource
 import subprocess
 import sys
 import tomllib
@@ -133,6 +134,16 @@ def test_test_files_have_unique_names() -> None:
     assert sorted(names) == sorted(set(names))
 
 
+def test_the_core_imports_no_plugin() -> None:
+    """The import rules name the engines; plugins are known by their prefix, and here alone."""
+    found = []
+    for path in (ROOT / "core" / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in names if name.startswith("turnwise_")]  # type: ignore[attr-defined]
+    assert found == []
+
+
 def pins() -> dict[str, str]:
     lines = [line.split("#")[0].strip() for line in (ROOT / "requirements" / "run.txt").read_text(encoding="utf-8").splitlines()]
     return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines if line)}
@@ -169,3 +180,16 @@ def test_the_list_of_plugins_loads_no_engine_and_not_even_numpy() -> None:
     loaded = loaded_by(listing)
     assert {"turnwise_hf", "turnwise_torch"} <= loaded  # every plugin's hooks were asked
     assert not loaded & (HEAVY | LATER)
+
+
+def test_the_list_of_plugins_takes_under_three_tenths_of_a_second_of_cpu() -> None:
+    """The least of a few, for a machine that is busy with something else."""
+    took = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "turnwise.cli.main", "plugins"], capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if took[-1] < 0.3:
+            return
+    raise AssertionError(f"seconds of CPU: {took}")

@@ -316,6 +316,11 @@ class MarksPrompts(FakeEnvManager):
         return [evolve(row, response_mask=np.ones(len(row.input_ids), np.bool_)) for row in super().samples(trajectory)]
 
 
+class RepeatsRows(FakeEnvManager):
+    def samples(self, trajectory: Trajectory) -> list[Any]:
+        return super().samples(trajectory) * 2
+
+
 class SilentHandle(FakeHandle):
     async def call(self, method: str, *args: Any) -> Any:
         try:
@@ -386,7 +391,7 @@ def train_strategies() -> list[Implementation]:
 
 @hookimpl
 def env_managers() -> list[Implementation]:
-    return [Implementation(c.__name__, c) for c in (EncodesAgain, Swallows, MarksPrompts)]
+    return [Implementation(c.__name__, c) for c in (EncodesAgain, Swallows, MarksPrompts, RepeatsRows)]
 
 
 @hookimpl

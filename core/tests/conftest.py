@@ -65,9 +65,25 @@ class VanillaOptions:
 
 
 @frozen
+class GspoOptions:
+    gspo_level: str = "segment"
+
+    @property
+    def depends_on_rows(self) -> bool:
+        return self.gspo_level == "sample"
+
+
+@frozen
+class DppoOptions:
+    own_ratio = True
+    needs_infer_log_probs = True
+
+
+@frozen
 class TrainerOptions:
     stage: int = 0
     tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
     betas: tuple[float, float] = (0.9, 0.999)
 
     def data_parallel_size(self, world: int) -> int:
@@ -96,6 +112,7 @@ class TrajectoryOptions:
 @frozen
 class StepwiseOptions(TrajectoryOptions):
     history_length: int | None = None
+    merge_steps: bool = False
 
 
 @frozen
@@ -139,6 +156,8 @@ RECORDS: list[tuple[str, Implementation]] = [
     ("advantage_estimator", Implementation("gae", Gae, GaeOptions)),
     ("policy_loss", Implementation("ppo", object, PpoOptions)),
     ("policy_loss", Implementation("vanilla", object, VanillaOptions)),
+    ("policy_loss", Implementation("gspo", object, GspoOptions)),
+    ("policy_loss", Implementation("dppo", object, DppoOptions)),
     ("batch_adjust", Implementation("by_trajectory", object)),
     ("batch_adjust", Implementation("copy", object)),
     ("group_filter", Implementation("no_signal", object)),

@@ -17,7 +17,7 @@ from turnwise.contracts.estimator import EstimatorContext
 from turnwise.contracts.group_filter import FilterContext
 from turnwise.data.batch import Batch, Table
 from turnwise.data.normalise import RewardNormalization, normalised_token_rewards
-from turnwise.data.ops import discounted_sums
+from turnwise.data.ops import discounted_sums, last_sampled
 from turnwise.pipeline.advantages import adapted, add_kl_penalty, filter_groups, kl_estimate, mean_kl, with_advantages
 from turnwise.testing.fakes import FakeEstimator, FakeFilterConfig, FakeGroupFilter
 from turnwise.testing.synthetic import batch_of, one_row, played, row_per_turn, trajectories
@@ -182,6 +182,9 @@ def test_kl_in_score_is_taken_from_score_and_rewards_before_anything_is_normalis
     assert "kl_penalty" not in got.tokens
     for rewards, score in zip(along(got, "token_level_rewards"), expected):
         assert sum(rewards) == pytest.approx(score if rewards else 0.0, abs=1e-6)
+    per_turn = np.bincount(got.turns["trajectory"], weights=got.turns["reward"], minlength=len(expected))
+    np.testing.assert_allclose(per_turn, expected, rtol=1e-6, atol=1e-9)  # the score is still the sum of the turns' rewards
+    assert set(np.flatnonzero(got.turns["reward"] != batch.turns["reward"])) <= {batch.tokens["turn"][t] for t in last_sampled(batch) if t >= 0}
     without = [r for row in along(batch, "token_level_rewards") for r in row[:-1]]
     assert [r for row in along(got, "token_level_rewards") for r in row[:-1]] == without  # only the last token's reward moves
     advantages = with_advantages(got, score_estimator(), settings())

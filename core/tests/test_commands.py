@@ -19,7 +19,7 @@ from turnwise import Implementation, __version__
 from turnwise.cli import main as cli
 from turnwise.cli import plugins as plugin_commands
 from turnwise.cli.main import main
-from turnwise.cli.run import readable
+from turnwise.cli.run import program, readable
 from turnwise.data.trajectory import Trajectory, Turn, int32
 from turnwise.errors import CheckpointError, ConfigError, EngineError, MachineError, PluginError, TrainerError
 from turnwise.plugins import Broken, Entry, Registry
@@ -102,9 +102,36 @@ def test_debug_shows_where_an_error_comes_from(toy: Toy) -> None:
 
 
 def test_a_missing_plugin_stops_everything_with_the_command_that_installs_it(toy: Toy) -> None:
-    got = turnwise("plan", toy(plugins=["turnwise.testing.plugin", "./players.py", "turnwise-zzz>=2"]))
-    assert got.exit_code == 2
-    assert "'turnwise-zzz' is not installed. Fix: pip install 'turnwise-zzz>=2'" in got.stderr
+    for command in ("train", "check", "eval", "rollout"):
+        got = turnwise(command, toy(plugins=["turnwise.testing.plugin", "./players.py", "turnwise-zzz>=2"]))
+        assert got.exit_code == 2
+        assert "'turnwise-zzz' is not installed. Fix: pip install 'turnwise-zzz>=2'" in got.stderr
+
+
+def test_plan_takes_the_times_of_an_earlier_run(toy: Toy) -> None:
+    path = toy(track_with=["jsonl"])
+    assert turnwise("train", path).exit_code == 0
+    values = json.loads(turnwise("plan", path, "max_steps=30", "--json", "--from", "out").stdout)
+    assert values["time"]["total"] > 30 * values["time"]["step"] > 0
+    assert "time  " in turnwise("plan", path, "--from", "out").stdout
+    got = turnwise("plan", path, "--from", "nowhere")
+    assert (got.exit_code, got.stderr.startswith("error: --from nowhere: ")) == (2, True)
+
+
+def test_plan_needs_neither_the_environment_nor_every_plugin(toy: Toy) -> None:
+    absent = {"Toy": {"env_type": "not_here", "env_manager": "fake", "env_config": {"any": 1}}}
+    got = turnwise("plan", toy(plugins=["turnwise.testing.plugin", "./players.py", "turnwise-zzz>=2"], custom_envs=absent, async_generation_ratio=1))
+    assert got.exit_code == 0
+    lines = got.stderr.splitlines()
+    assert any(line.startswith("warning: ") and "pip install 'turnwise-zzz>=2'" in line for line in lines)
+    assert any(line.startswith("warning: ") and "no environment is named 'not_here'" in line for line in lines)
+    assert any(line.startswith("warning: ") and "asynchronous training is planned here, but `turnwise train` refuses it" in line for line in lines)
+    check = turnwise("check", toy(custom_envs=absent, async_generation_ratio=1))
+    assert check.exit_code == 2
+    assert "asynchronous training is not supported by this version" in check.stderr
+    assert "no environment is named 'not_here'" in check.stderr
+    broken = turnwise("plan", toy(plugins=["turnwise.testing.plugin", "./players.py", "./absent.py"]))
+    assert (broken.exit_code, "the file './absent.py' does not exist" in broken.stderr) == (2, True)
 
 
 def test_what_the_machine_lacks_is_exit_code_3(toy: Toy, tmp_path: Path) -> None:
@@ -131,7 +158,7 @@ def test_a_run_ends_with_its_report_and_how_to_watch_it(toy: Toy, tmp_path: Path
     assert got.stdout.startswith("# two words: 2 steps\n\n| player | Toy/score/mean | Toy/turns/mean | Toy/success |")
     assert (
         got.stdout.splitlines()[-1]
-        == f"watch it play: turnwise rollout {tmp_path}/toy.yaml max_steps=2 'exp_name=two words' --model latest --episodes 3"
+        == f"watch it play: {program()} rollout {tmp_path}/toy.yaml max_steps=2 'exp_name=two words' --model latest --episodes 3"
     )
     assert (tmp_path / "out" / "checkpoints" / "checkpoint-000002" / "model" / "weights.npy").is_file()
     assert FakeLogger.latest is not None
@@ -168,7 +195,7 @@ def test_a_failed_run_says_what_was_saved_and_how_to_go_on(toy: Toy, tmp_path: P
     error, saved, resume = got.stderr.splitlines()[-3:]
     assert error == "error: actor_train: out of memory in the update. Fix: lower per_device_train_batch_size"
     assert saved == "saved: out/checkpoints/checkpoint-000002"
-    assert resume == f"resume: turnwise train {path} seed=3 resume_from_checkpoint=true"
+    assert resume == f"resume: {program()} train {path} seed=3 resume_from_checkpoint=true"
     nothing = turnwise("train", path, "save_steps=0", "output_dir=other")
     assert nothing.stderr.splitlines()[-1] == "saved: nothing yet"
 
@@ -189,7 +216,7 @@ def test_an_interrupted_run_saves_and_tells_how_to_resume(toy: Toy, tmp_path: Pa
     assert got.stderr.splitlines()[-3:] == [
         "stopped after 1 of 3 steps; saved out/checkpoints/checkpoint-000001",
         "saved: out/checkpoints/checkpoint-000001",
-        f"resume: turnwise train {path} resume_from_checkpoint=true",
+        f"resume: {program()} train {path} resume_from_checkpoint=true",
     ]
     with pytest.raises(KeyboardInterrupt):  # the process's own answer to Ctrl-C is back
         signal.raise_signal(signal.SIGINT)
@@ -216,11 +243,13 @@ def test_the_plan_of_a_small_file_as_text_and_as_json(toy: Toy) -> None:
     assert got.exit_code == 0
     assert "batch          2 groups × 2 = 4 trajectories a step\n" in got.stdout
     assert "updates        4 a step, 20 in 5 steps\n" in got.stdout
+    assert "note: loss_agg_mode = token-mean (ROLL's default is seq-mean-token-mean)\n" in got.stdout
     assert got.stderr == ""
     values = json.loads(turnwise("plan", toy(**NOTED), "--json", "max_steps=5").stdout)
     assert (values["updates"], values["trajectories"], values["evaluations"], values["evaluation_trajectories"]) == ([10, 10], 20, 3, 9)
     assert values["learning_rate"] == {"start": 5.0, "middle": 5.0, "end": 5.0}
     assert NOTE in values["notes"][0]
+    assert values["notes"][-1].startswith("loss_agg_mode = token-mean")
     assert WARNING in values["warnings"][0]
 
 

@@ -74,7 +74,11 @@ USED: list[tuple[str, list[str], Any]] = [  # path in the configuration, overrid
     ("reward_normalization.norm_mean_type", ["reward_normalization.norm_mean_type=group"], "group"),
     ("reward_normalization.norm_std_type", ["reward_normalization.norm_std_type=batch"], "batch"),
     ("reward_normalization.count", ["reward_normalization.count=sample"], "sample"),
-    ("train_infer_correction", ["train_infer_correction={is_weight: {enabled: false}}"], {"is_weight": {"enabled": False}}),
+    ("train_infer_correction.is_weight", ["train_infer_correction={is_weight: {enabled: true, weight_type: sequence, upper_bound: null}}"],
+     {"enabled": True, "weight_type": "sequence", "lower_bound": 0.0, "upper_bound": None}),
+    ("train_infer_correction.filters", ["train_infer_correction={filters: [{agg_type: geometric, ratio_enabled: true, ratio_high: 5}]}"],
+     [{"enabled": True, "agg_type": "geometric", "ratio_enabled": True, "ratio_low": 0.8, "ratio_high": 5.0,
+       "diff_enabled": False, "diff_low": -0.2, "diff_high": 0.2}]),
     ("adv_estimator.use", ["adv_estimator=gigpo"], "gigpo"),
     ("pg_variant.use", ["pg_variant=ppo"], "ppo"),
     ("batch_adjust_mode.use", ["batch_adjust_mode=copy"], "copy"),
@@ -146,7 +150,9 @@ USED: list[tuple[str, list[str], Any]] = [  # path in the configuration, overrid
     ("custom_envs.Lake.max_env_step_concurrent", ["custom_envs.Lake.max_env_step_concurrent=2"], 2),
     ("custom_envs.Lake.step", ["custom_envs.Lake.step=inline"], "inline"),
     ("custom_envs.Lake.env_manager.history_length", ["custom_envs.Lake.env_manager={use: stepwise, history_length: 3}"], 3),
-    ("rollout_mock.mode", ["rollout_mock={enable: false, mode: mock, dump_dir: d}"], "mock"),
+    ("rollout_mock.mode", ["rollout_mock={enable: true, mode: mock, dump_dir: d}"], "mock"),
+    ("rollout_mock.dump_dir", ["rollout_mock={enable: true, dump_dir: d}"], "d"),
+    ("rollout_mock.enable", ["rollout_mock={enable: true, dump_dir: d}"], True),
 ]  # fmt: skip
 
 LAKE = "custom_envs.Lake"
@@ -165,6 +171,8 @@ TRANSLATED: list[tuple[str, list[str], str, Any]] = [  # the key, overrides, whe
     (f"{INFER}.generating_args.num_return_sequences", [f"{INFER}.generating_args.num_return_sequences=1"], "rollout_batch_size", 16),
     (f"{TRAIN}.strategy_args.strategy_config.tp_size", [f"{TRAIN}.strategy_args.strategy_config.tp_size=1"],
      f"{TRAIN}.strategy_args.strategy_config.tensor_model_parallel_size", 1),
+    (f"{TRAIN}.strategy_args.strategy_config.pp_size", [f"{TRAIN}.strategy_args.strategy_config.pp_size=1"],
+     f"{TRAIN}.strategy_args.strategy_config.pipeline_model_parallel_size", 1),
     ("checkpoint_config", ["checkpoint_config={type: file_system, output_dir: /data/x}"], "output_dir", "/data/x"),
     (f"{LAKE}.env_manager_cls", [f"{LAKE}.env_manager_cls={PACKAGE}.traj_env_manager.TrajEnvManager"], f"{MANAGER}.use", "trajectory"),
     (f"{LAKE}.env_manager_cls", [f"{LAKE}.env_manager_cls={PACKAGE}.step_env_manager.StepEnvManager"], f"{MANAGER}.use", "stepwise"),
@@ -218,9 +226,10 @@ NAMED: list[tuple[str, list[str], str]] = [  # the key, overrides, the reason
 LATER = "is not supported by this version"
 REFUSED: list[tuple[str, list[str], str]] = [  # the key, overrides, the message
     ("async_generation_ratio", ["async_generation_ratio=1"], f"asynchronous training {LATER}. Fix: remove the key, or set async_generation_ratio: 0"),
-    ("train_infer_correction", ["train_infer_correction={is_weight: {enabled: true}}"], LATER),
-    ("train_infer_correction", ["train_infer_correction={filters: [{agg_type: token, ratio_enabled: true}]}"], LATER),
-    ("rollout_mock.enable", ["rollout_mock.enable=true"], f"{LATER}. Fix: remove the key, or set enable: false"),
+    ("train_infer_correction.is_weight.weight_type", ["train_infer_correction={is_weight: {weight_type: turn}}"],
+     "'turn' is none of 'token', 'segment'"),
+    ("train_infer_correction.is_weights", ["train_infer_correction={is_weights: {}}"], "unknown key 'is_weights'. Did you mean 'is_weight'?"),
+    ("rollout_mock", ["rollout_mock.enable=true"], "says not where the rollouts are. Fix: rollout_mock: {enable: true, mode: dump, dump_dir: FOLDER}"),
     (f"{TRAIN}.model_args.lora_rank", [f"{TRAIN}.model_args.lora_rank=8"], f"LoRA {LATER}"),
     (f"{TRAIN}.model_args.lora_alpha", [f"{TRAIN}.model_args.lora_alpha=8"], f"LoRA {LATER}"),
     (f"{TRAIN}.model_args.lora_target", [f"{TRAIN}.model_args.lora_target=all-linear"], f"LoRA {LATER}"),

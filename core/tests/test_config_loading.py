@@ -76,7 +76,7 @@ save_steps: ~
         "Known: gradient_accumulation_steps, learning_rate, lr_scheduler_kwargs, lr_scheduler_type, max_grad_norm, per_device_train_batch_size, "
         "warmup_ratio, warmup_steps, weight_decay. Fix: correct or remove it",
         "run.yaml:10: $.actor_train.strategy_args.strategy_config.stag: unknown key 'stag'. Did you mean 'stage'? "
-        "Known: betas, stage, tensor_model_parallel_size. Fix: correct or remove it",
+        "Known: betas, pipeline_model_parallel_size, stage, tensor_model_parallel_size. Fix: correct or remove it",
         "run.yaml:13: $.train_env_manager.num_env_groups: 4.0 is a number, a whole number is needed. Fix: write a whole number",
         "run.yaml:15: $.custom_envs.Lake.env_config.siez: environment 'lake' has no option 'siez'. Did you mean 'size'? "
         "Its options: is_slippery, size.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -227,6 +228,30 @@ def test_a_backend_is_placed_as_it_is_in_this_thread() -> None:
 
     assert LocalRuntime.one_process
     asyncio.run(run())
+
+
+def test_environment_variables_of_roles_are_there_when_they_are_built_and_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_SHELL", "before")
+    monkeypatch.delenv("OF_THE_ROLE", raising=False)
+    seen: list[tuple[str | None, str | None]] = []
+
+    class Curious(Worker):
+        def __init__(self, config: Any, context: Any) -> None:
+            super().__init__(config, context)
+            seen.append((os.environ.get("OF_THE_SHELL"), os.environ.get("OF_THE_ROLE")))
+
+    registry()._entries.append(Entry("train_strategy", Implementation("curious", Curious), "test", "turnwise-test", "1"))
+
+    async def run() -> None:
+        here = runtime()
+        await here.place(RolePlan("actor_train", "train_strategy", "curious", None, "a", environment={"OF_THE_SHELL": "role", "OF_THE_ROLE": "1"}))
+        await here.place(RolePlan("reference", "train_strategy", "curious", None, "b", environment={"OF_THE_SHELL": "role"}))
+        await here.close()
+
+    asyncio.run(run())
+    assert seen == [("role", "1"), ("role", "1")]
+    assert os.environ["OF_THE_SHELL"] == "before"
+    assert "OF_THE_ROLE" not in os.environ
 
 
 def test_a_handle_serves_several_event_loops_in_turn() -> None:

@@ -10,6 +10,7 @@ import pytest
 from attrs import evolve
 
 from turnwise.data.batch import Batch, build_batch
+from turnwise.data.normalise import RewardNormalization
 from turnwise.data.rows import UpdateResult
 from turnwise.data.trajectory import Trajectory, Turn, int32
 from turnwise.pipeline import metrics
@@ -136,3 +137,11 @@ def test_environment_metrics_are_by_tag() -> None:
 
 def test_memory_is_told_in_gib() -> None:
     assert 0.01 < metrics.system_metrics()["system/cpu_memory"] < 1000
+
+
+def test_the_mean_reward_is_that_of_the_normalised_scores(batch: Batch) -> None:
+    batch = batch.with_tokens(advantages=np.zeros(len(batch.tokens)))
+    by_group = RewardNormalization(grouping="traj_group_id", method="mean")
+    assert metrics.advantage_metrics(batch, by_group)["critic/reward/mean"] == pytest.approx(0.0)
+    for as_it_is in (None, RewardNormalization(grouping="traj_id", method="mean"), RewardNormalization(grouping="batch", method="identity")):
+        assert metrics.advantage_metrics(batch, as_it_is)["critic/reward/mean"] == pytest.approx(float(batch.trajectories["scores"].mean()))

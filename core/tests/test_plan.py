@@ -9,14 +9,35 @@ import pytest
 from attrs import evolve, frozen
 
 from turnwise.config.schema import Choice, CustomEnv, EnvManagerConfig, Role, RunConfig, TrainingArgs
+from turnwise.hookspecs import Implementation
 from turnwise.pipeline import plan as planning
-from turnwise.plugins import registry, reset_registry
+from turnwise.plugins import Entry, registry, reset_registry
+
+
+class Cutting:
+    """An environment manager that makes a row of every turn."""
+
+    row_per_turn = True
+
+
+class PerRow:
+    """A policy that makes an update of every row."""
+
+    def __init__(self, config: Any, context: Any) -> None:
+        pass
+
+    def updates(self, rows: int) -> int:
+        return rows
 
 
 @pytest.fixture(autouse=True)
 def _fakes() -> Iterator[None]:
     reset_registry()
     registry().declare(["turnwise.testing.plugin"])
+    for kind, name, target in (("env_manager", "cutting", Cutting), ("batch_adjust", "per_row", PerRow)):
+        registry()._entries.append(Entry(kind, Implementation(name, target), "test", "turnwise-test", "1"))
+    absent = Implementation("absent", "nowhere:Absent", requires=("package_that_is_not_there",))
+    registry()._entries.append(Entry("env_manager", absent, "test", "turnwise-test", "1"))
     yield
     reset_registry()
 
@@ -113,11 +134,12 @@ def test_the_reference_set_ups_give_their_numbers(config: RunConfig, expected: t
     assert tuple(values[key] for key in keys) == expected
 
 
-def test_rows_of_a_stepwise_tag_depend_on_its_turns() -> None:
+@pytest.mark.parametrize(("manager_name", "most"), [("cutting", 4 + 6 * 7), ("fake_manager", 10), ("absent", 10)])
+def test_rows_of_a_tag_depend_on_its_turns_where_its_manager_cuts_a_row_of_each(manager_name: str, most: int) -> None:
     two = EnvManagerConfig(num_env_groups=5, group_size=2, tags=("T", "S"), num_groups_partition=(2, 3))
     config = run_of(5, 2, 1, train_env_manager=two)
-    config = evolve(config, custom_envs={"T": CustomEnv("e", max_steps=9), "S": CustomEnv("e", max_steps=7, env_manager=Choice("stepwise"))})
-    assert planning.rows_per_step(config) == (10, 4 + 6 * 7)
+    tags = {"T": CustomEnv("e", max_steps=9, env_manager=Choice("fake")), "S": CustomEnv("e", max_steps=7, env_manager=Choice(manager_name))}
+    assert planning.rows_per_step(evolve(config, custom_envs=tags)) == (10, most)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +181,23 @@ def test_a_last_update_that_learns_nothing_is_told() -> None:
 
 
 def test_policies_that_count_rows_are_told_where_the_rows_vary() -> None:
-    stepwise = {"custom_envs": {"T": CustomEnv("fake", max_steps=5, env_manager=Choice("stepwise"))}}
-    assert warned(**stepwise) == ["batch_adjust_mode 'fake_adjust' counts rows: the number of updates depends on the turns played"]
+    cutting = {"custom_envs": {"T": CustomEnv("fake", max_steps=5, env_manager=Choice("cutting"))}}
+    assert warned(**cutting) == []  # as many updates, whatever the rows
+    assert warned(batch_adjust_mode=Choice("per_row")) == []
+    assert warned(**cutting, batch_adjust_mode=Choice("per_row")) == [
+        "batch_adjust_mode 'per_row' counts rows: the number of updates depends on the turns played"
+    ]
+
+
+def test_names_that_mean_something_else_elsewhere_are_told_as_they_stand_here() -> None:
+    defaults = [
+        "init_kl_coef = 0: no KL penalty in the reward (ROLL's default is 0.2)",
+        "loss_agg_mode = token-mean (ROLL's default is seq-mean-token-mean)",
+    ]
+    assert planning.other_meanings(run_of(4, 1, 10)) == defaults
+    clip = "advantage_clip = 0.2 clamps the advantages; the ratio's clip is pg_clip"
+    assert planning.other_meanings(run_of(4, 1, 10, advantage_clip=0.2)) == [clip, *defaults]
+    assert planning.other_meanings(run_of(4, 1, 10, init_kl_coef=0.2, loss_agg_mode="seq-mean-token-mean")) == []
 
 
 def test_the_text_is_aligned_and_ranges_are_spelled() -> None:

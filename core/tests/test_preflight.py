@@ -93,6 +93,10 @@ def inference_backends():
     assert found(path, shares).config == []
     line = only(found(path, shares, "actor_train.model_args.dtype=fp32").config)
     assert line.startswith("$.actor_infer.model_args.dtype: bf16, actor_train has fp32: the weights of this backend are shared")
+    correction = "train_infer_correction={is_weight: {enabled: true}}"
+    line = only(found(path, shares, correction).config)
+    assert line.startswith("train_infer_correction compares old log-probs with the sampler's, but here they are the sampler's")
+    assert found(path, shares, correction, "recompute_old_logprobs=true").config == []
 
 
 def test_what_a_role_says_of_itself_is_sorted_into_configuration_and_machine(toy: Toy, tmp_path: Path) -> None:
@@ -121,6 +125,20 @@ def test_devices_that_are_not_there_are_the_machines_lack(toy: Toy, monkeypatch:
         assert got == Findings([], expected)
     monkeypatch.setattr(module, "visible_gpus", lambda: 0)
     assert found(path, actor_infer=evolve(config.actor_infer, device_mapping=(0,))).machine == ["actor_infer: device_mapping needs 1 GPU, found 0"]
+
+
+def test_fewer_devices_than_the_run_expects_are_the_machines_lack(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "visible_gpus", lambda: 2)
+    assert found(toy(), "num_gpus_per_node=2") == Findings([], [])
+    got = found(toy(), "num_gpus_per_node=8")
+    assert got == Findings([], ["num_gpus_per_node: 8 GPUs are expected, found 2. Fix: the number there is, or remove the key"])
+
+
+def test_roles_of_one_process_cannot_have_two_values_of_a_variable(toy: Toy) -> None:
+    both = ["actor_train.system_envs={A: '1', B: x}", "actor_infer.system_envs={A: '2', C: y}"]
+    line = only(found(toy(), *both).config)
+    assert line == "$.actor_infer.system_envs.A: '2' here, '1' for actor_train; runtime 'local' has one process. Fix: one value for both."
+    assert found(toy(), "system_envs={A: 1}") == Findings([], [])
 
 
 @pytest.mark.parametrize(("value", "count"), [("", 0), ("-1", 0), ("0,1", 2), ("GPU-1234, GPU-5678,", 2)])

@@ -9,6 +9,7 @@ import pytest
 
 from turnwise.config.schema import EnvManagerConfig, RunConfig
 from turnwise.pipeline import report
+from turnwise.pipeline.metrics import HEALTHY
 from turnwise.pipeline.report import History, unhealthy
 
 CONFIG = RunConfig(max_steps=9, rollout_batch_size=1, pretrain="m", train_env_manager=EnvManagerConfig(), custom_envs={}, exp_name="lake")
@@ -49,6 +50,8 @@ def test_one_evaluation_is_one_row_and_none_no_table(tmp_path: Path) -> None:
         ({"policy/approx_kl": 0.049, "policy/clip_frac": 0.3, "policy/entropy": 0.1}, []),
         ({"policy/approx_kl": 0.051, "policy/clip_frac": 0.31, "policy/entropy": 0.09}, ["policy/approx_kl", "policy/clip_frac", "policy/entropy"]),
         ({"policy/entropy": float("nan")}, ["policy/entropy"]),
+        ({"policy/learning_rate": 0.0}, ["policy/learning_rate"]),
+        ({"policy/learning_rate": 1e-12}, []),
         ({}, []),
     ],
 )
@@ -56,6 +59,14 @@ def test_metrics_outside_their_healthy_range_get_a_line_of_advice(values: dict[s
     assert [line.split(" = ")[0] for line in unhealthy(values)] == names
     text = report.write(tmp_path, CONFIG, History(last=values), None)
     assert ("Outside their healthy range at the end:\n- " in text) == bool(names)
+
+
+def test_advice_names_its_section_of_the_documentation() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert set(report.SECTIONS) == set(HEALTHY)
+    for name, section in report.SECTIONS.items():
+        assert f"\n## {section}\n" in page
+        assert unhealthy({name: float("nan")})[0].endswith(f"(docs/troubleshooting.md: {section})")
 
 
 def test_the_history_travels_through_json() -> None:

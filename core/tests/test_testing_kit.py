@@ -97,6 +97,7 @@ MUST_FAIL: dict[str, set[str]] = {
     "EncodesAgain": {"test_sampled_tokens_and_their_log_probs_travel_untouched"},
     "Swallows": {"test_a_failing_environment_is_not_swallowed"},
     "MarksPrompts": {"test_samples_hold_every_sampled_token_once"},
+    "RepeatsRows": {"test_the_rows_are_as_many_as_the_manager_declares"},
     "SilentRuntime": {"test_the_exception_of_a_role_arrives_where_it_was_called"},
     "OpenSource": {"test_the_continuation_equals_the_whole_dialogue_rendered"},
 }

@@ -133,6 +133,17 @@ def test_rows_carry_every_token_column_and_the_score_and_group_of_their_trajecto
     assert {"advantages", "old_log_probs", "infer_log_probs", "versions", "trajectory", "turn", "sample"} <= set(rows.columns)
 
 
+def test_every_token_knows_the_mean_advantage_of_its_whole_trajectory() -> None:
+    batch = batch_of(trajectories(3, 3), row_per_turn)
+    assert "trajectory_advantages" not in training_rows(batch).columns
+    values = np.where(batch.tokens["response_mask"], np.random.default_rng(0).normal(size=len(batch.tokens)), 0.0)
+    rows = training_rows(batch.with_tokens(advantages=values))
+    for t in np.unique(rows.columns["trajectory"]):
+        mine = rows.columns["trajectory"] == t
+        assert len(set(rows.columns["trajectory_advantages"][mine])) == 1
+        assert rows.columns["trajectory_advantages"][mine][0] == pytest.approx(rows.columns["advantages"][mine].mean())
+
+
 def test_coefficients_of_the_step_travel_with_each_update() -> None:
     batch = ready(batch_of(trajectories(2, 2)))
     config = settings(entropy_loss_coef=CoefRange(0.4, 0.0))

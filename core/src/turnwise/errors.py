@@ -22,6 +22,10 @@ class PluginError(TurnwiseError, ValueError):
     """A plugin is missing, broken, misnamed, a duplicate, or does not keep its contract."""
 
 
+class MissingPluginError(PluginError):
+    """Distributions that the YAML's `plugins:` wants are not installed; pip would bring them all."""
+
+
 class MachineError(TurnwiseError):
     """The configuration is fine, but this machine lacks something: a device, a package, a writable folder."""
 

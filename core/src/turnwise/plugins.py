@@ -21,7 +21,7 @@ import pluggy
 from attrs import define, field, frozen
 
 from turnwise import hookspecs
-from turnwise.errors import PluginError, did_you_mean, listed
+from turnwise.errors import MissingPluginError, PluginError, did_you_mean, listed
 from turnwise.hookspecs import KINDS, Implementation
 
 GROUP = "turnwise"
@@ -194,10 +194,10 @@ class Registry:
             except _UndeclaredError as problem:
                 problems.append(problem)
         if problems:
-            wanted = [p.install for p in problems if p.install]
-            fix = f" Fix: pip install {' '.join(repr(w) for w in wanted)}" if wanted else ""
+            fix = f" Fix: pip install {' '.join(map(repr, wanted))}" if (wanted := [p.install for p in problems if p.install]) else ""
             cause = next((p.__cause__ for p in problems if p.__cause__ is not None), None)
-            raise PluginError("plugins: " + "; ".join(str(p) for p in problems) + "." + fix) from cause
+            fault = MissingPluginError if len(wanted) == len(problems) else PluginError
+            raise fault("plugins: " + "; ".join(str(p) for p in problems) + "." + fix) from cause
 
     def _declare_one(self, item: str, base: Path) -> None:
         if item.startswith("no:"):

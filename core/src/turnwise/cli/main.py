@@ -97,11 +97,13 @@ def rollout(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
 @CONFIG
 @OVERRIDES
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Print the batch arithmetic of CONFIG, its totals, learning rates and warnings. Needs no engine, device or weights."""
+@click.option("--from", "earlier", type=click.Path(path_type=Path), default=None, help="The output_dir of a run whose phase times give the total.")
+@click.option("--device-gb", type=click.FloatRange(min=0, min_open=True), default=40, show_default=True, help="Memory of one device, in GB.")
+def plan(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
+    """Print the arithmetic of CONFIG: updates, learning rates, tokens, memory, disk, warnings. Needs no engine, device or weights."""
     from turnwise.cli.run import plan as run
 
-    run(config, overrides, as_json=as_json)
+    run(config, overrides, **options)
 
 
 @main.command()

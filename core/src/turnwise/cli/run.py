@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,16 +21,17 @@ from turnwise.config.schema import Choice
 from turnwise.data.record import plain
 from turnwise.data.trajectory import Trajectory
 from turnwise.errors import TurnwiseError
-from turnwise.pipeline import checkpoint, frames, play
+from turnwise.pipeline import checkpoint, estimates, frames, play
 from turnwise.pipeline import plan as planning
+from turnwise.pipeline.drift import drift_warnings
 from turnwise.pipeline.loop import Interrupted, Pipeline
 from turnwise.pipeline.preflight import preflight, refuse
 from turnwise.plugins import registry
 
 
-def _loaded(path: Path, overrides: Sequence[str], notes: bool = False) -> Loaded:
+def _loaded(path: Path, overrides: Sequence[str], notes: bool = False, planning: bool = False) -> Loaded:
     """Load, and tell the warnings; the notes on what was translated where somebody asks about the configuration itself."""
-    loaded = load(path, overrides)
+    loaded = load(path, overrides, planning=planning)
     for note in loaded.notes if notes else ():
         click.echo(f"note: {note}", err=True)
     for warning in loaded.warnings:
@@ -77,7 +79,15 @@ def _unforeseen(error: Exception, logs: Path) -> TurnwiseError:
 
 
 def _command(name: str, path: Path, overrides: Sequence[str]) -> str:
-    return shlex.join(["turnwise", name, str(path), *overrides])
+    return shlex.join([program(), name, str(path), *overrides])
+
+
+def program() -> str:
+    """How this shell calls `turnwise`: by its name, or by the path of a virtual environment that is not activated."""
+    script = Path(sys.executable).with_name("turnwise")
+    if shutil.which("turnwise") or not script.exists():
+        return "turnwise"
+    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
 
 
 def _resume_command(path: Path, overrides: Sequence[str], pipeline: Pipeline) -> str:
@@ -199,16 +209,21 @@ def _text(observation: Any) -> str:
     return "\n".join(_text(part) for part in observation or ())
 
 
-def plan(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
-    """Print the arithmetic of a run."""
-    loaded = _loaded(path, overrides, notes=not as_json)
+def plan(path: Path, overrides: Sequence[str], *, as_json: bool, earlier: Path | None, device_gb: float) -> None:
+    """Print the arithmetic of a run, and what it will need."""
+    loaded = _loaded(path, overrides, notes=not as_json, planning=True)
     values = planning.arithmetic(loaded.config)
-    warnings = [*loaded.warnings, *planning.warnings(loaded.config, values)]
+    needs = estimates.estimates(loaded.config, path.parent, device_gb=device_gb, earlier=earlier)
+    own = [*planning.warnings(loaded.config, values), *estimates.warnings(needs, loaded.config)]
+    warnings = [*loaded.warnings, *own]
     if as_json:
-        click.echo(json.dumps({**values, "notes": loaded.notes, "warnings": warnings}, indent=1))
+        click.echo(json.dumps({**values, **needs, "notes": [*loaded.notes, *planning.other_meanings(loaded.config)], "warnings": warnings}, indent=1))
         return
     click.echo(planning.render(values))
-    for warning in planning.warnings(loaded.config, values):
+    click.echo(estimates.render(needs))
+    for note in planning.other_meanings(loaded.config):
+        click.echo(f"note: {note}")
+    for warning in own:
         click.echo(f"warning: {warning}")
 
 
@@ -222,4 +237,6 @@ def check(path: Path, overrides: Sequence[str]) -> None:
         click.echo(f"machine: {line}", err=True)
     if findings.config or findings.machine:
         sys.exit(2 if findings.config else 3)
+    for line in drift_warnings(loaded.config, path.parent):
+        click.echo(f"warning: {line}", err=True)
     click.echo(f"{path}: ready to train")

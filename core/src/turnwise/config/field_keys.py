@@ -223,17 +223,6 @@ def _top_k(edit: Edit) -> None:
         edit.note("-1 is top_k: 0 here, off")
 
 
-def _correction(edit: Edit) -> None:
-    block = edit.value if isinstance(edit.value, Mapping) else {}
-    weight = block.get("is_weight")
-    if (
-        (isinstance(weight, Mapping) and weight.get("enabled"))
-        or block.get("filters")
-        or (edit.value is not None and not isinstance(edit.value, Mapping))
-    ):
-        edit.refuse("train_infer_correction: the correction of trainer against sampler is not supported by this version", "remove the key")
-
-
 def _group_filter(edit: Edit) -> None:
     edit.drop()
     if edit.value is not None:
@@ -320,7 +309,5 @@ RULES: tuple[Rule, ...] = (
     Rule("max_actions_per_traj", _turns, "a turn is one action"),
     Rule("MANAGER.format_penalty", _manager_penalty, "the tag's manager finds the action"),
     # --- features that this version lacks
-    Rule("async_generation_ratio", later(0), "asynchronous training"),
-    Rule("train_infer_correction", _correction, ""),
-    Rule("rollout_mock.enable", later(False), "dumping rollouts and training from the dump"),
+    Rule("async_generation_ratio", later(0, plans=True), "asynchronous training"),
 )  # fmt: skip

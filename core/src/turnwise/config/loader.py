@@ -22,7 +22,7 @@ from turnwise.config.report import Report, Sources
 from turnwise.config.resolve import Merged, add_presets, merge, note_reads, resolve
 from turnwise.config.schema import RunConfig
 from turnwise.config.translate import apply
-from turnwise.errors import PluginError
+from turnwise.errors import MissingPluginError, PluginError
 from turnwise.plugins import Registry
 
 
@@ -40,12 +40,15 @@ class Loaded:
     text: str = ""
 
 
-def load(path: FilePath | str, overrides: Sequence[str] = (), *, registry: Registry | None = None) -> Loaded:
-    """Read `path` with `key=value` overrides. Raises ConfigError with every problem at once, one line each."""
+def load(path: FilePath | str, overrides: Sequence[str] = (), *, registry: Registry | None = None, planning: bool = False) -> Loaded:
+    """Read `path` with `key=value` overrides. Raises ConfigError with every problem at once, one line each.
+
+    `planning`: only arithmetic is wanted (`turnwise plan`), so that a missing distribution of `plugins:`, an environment that is not installed
+    and asynchronous training are warnings."""
     file = FilePath(path)
     registry = plugins.registry() if registry is None else registry
     found = read_layers(file, str(path))
-    report = Report(Sources(str(path)))
+    report = Report(Sources(str(path)), planning=planning)
     merged = merge(found.layers, overrides, report)
     for problem in found.problems:
         report.plain(problem)
@@ -72,8 +75,12 @@ def _declare(merged: Merged, folder: FilePath, registry: Registry, report: Repor
     try:
         registry.declare(names, folder)
     except PluginError as error:
+        text = str(error).removeprefix("plugins: ")
+        if report.planning and isinstance(error, MissingPluginError):  # what is really needed of them is looked up by name later
+            report.warn(("plugins",), text)
+            return
         report.cause = error.__cause__ or error
-        report.error(("plugins",), str(error).removeprefix("plugins: "))
+        report.error(("plugins",), text)
 
 
 def _presets(found: Includes, merged: Merged, registry: Registry, report: Report) -> None:

@@ -22,6 +22,9 @@ BLOCKS: tuple[tuple[str, type], ...] = (
     ("custom_envs.TAG", schema.CustomEnv),
     ("reward_normalization", RewardNormalization),
     ("entropy_loss_coef as a range", schema.CoefRange),
+    ("train_infer_correction", schema.TrainInferCorrection),
+    ("train_infer_correction.is_weight", schema.ImportanceWeight),
+    ("train_infer_correction.filters", schema.CorrectionFilter),
     ("rollout_mock", schema.RolloutMock),
 )
 
@@ -64,6 +67,9 @@ def _type(annotation: Any) -> str:
         ("Mapping[str, CustomEnv]", "mapping of custom_envs.TAG"),
         ("Mapping[str, Any]", "mapping"),
         ("Mapping[str, str]", "mapping of texts"),
+        ("tuple[CorrectionFilter, ...]", "list of blocks"),
+        ("TrainInferCorrection", "block"),
+        ("ImportanceWeight", "block"),
         ("Choice", "choice"),
         ("GeneratingArgs", "generating_args"),
         ("ModelArgs", "model_args"),

@@ -31,7 +31,7 @@ NOT_NEGATIVE: tuple[str, ...] = (
     "ROLE.generating_args.temperature", "ROLE.generating_args.top_k", "MANAGER.generating_args.temperature", "MANAGER.generating_args.top_k",
     "MANAGER.max_env_retries",
 )  # fmt: skip
-SHARES: tuple[str, ...] = ("gamma", "lambd", "ROLE.training_args.warmup_ratio", "MANAGER.max_env_failure_rate")
+SHARES: tuple[str, ...] = ("gamma", "lambd", "ROLE.training_args.warmup_ratio")
 TOP_P: tuple[str, ...] = ("ROLE.generating_args.top_p", "MANAGER.generating_args.top_p")
 
 RANGES: tuple[tuple[tuple[str, ...], Check, str], ...] = (
@@ -39,6 +39,7 @@ RANGES: tuple[tuple[tuple[str, ...], Check, str], ...] = (
     (NOT_NEGATIVE, lambda v: 0 <= v < math.inf, "must not be negative"),
     (SHARES, lambda v: 0 <= v <= 1, "must be between 0 and 1"),
     (TOP_P, lambda v: 0 < v <= 1, "must be above 0 and at most 1 (1 switches it off)"),
+    (("MANAGER.max_env_failure_rate",), lambda v: 0 <= v < 1, "must be at least 0 and below 1 (at 1 a broken environment would be tried for ever)"),
 )
 ROLES = ("actor_train", "actor_infer", "reference", "critic")
 MANAGERS = ("train_env_manager", "val_env_manager")
@@ -53,7 +54,10 @@ def check_relations(config: RunConfig, registry: Registry, report: Report) -> Ru
     _sampling(config, report)
     _schedule(config, report)
     _kl(config, report)
+    _loss(config, report)
+    _correction(config, report)
     _roles(config, report)
+    _mock(config, report)
     _updates(config, report)
     _signal(config, registry, report)
     return _needed_roles(config, registry, report)
@@ -173,6 +177,47 @@ def _kl(config: RunConfig, report: Report) -> None:
         report.error(("entropy_loss_coef",), f"{entropy!r} is not finite. Fix: a number such as 0.001")
 
 
+def _loss(config: RunConfig, report: Report) -> None:
+    """What the loss's config class says of itself (turnwise.contracts.loss); the loss is torch, and is not imported to read a configuration."""
+    loss, name = config.pg_variant.config, config.pg_variant.name
+    if config.ratio_type == "segment" and (getattr(loss, "own_ratio", False) or _ignores_ratio(config)):
+        report.warn(("ratio_type",), f"has no effect: pg_variant {name!r} does not use the ratio that it chooses")
+    if not getattr(loss, "depends_on_rows", False):
+        return
+    for tag, env in config.custom_envs.items():
+        if getattr(env.env_manager.config, "merge_steps", False):
+            text = f"joins turns into rows, and pg_variant {name!r} has a ratio per row: the loss depends on how well turns join"
+            report.warn(("custom_envs", tag, "env_manager", "merge_steps"), f"{text}. Fix: gspo_level: segment")
+
+
+def _correction(config: RunConfig, report: Report) -> None:
+    """Bounds, and what a correction of trainer against sampler cannot stand beside."""
+    correction, path = config.train_infer_correction, ("train_infer_correction",)
+    if correction is None:
+        return
+    weight = correction.is_weight
+    if weight.enabled and (weight.lower_bound or 0.0) > (math.inf if weight.upper_bound is None else weight.upper_bound):
+        report.error((*path, "is_weight", "lower_bound"), f"{weight.lower_bound} is above upper_bound {weight.upper_bound}. Fix: lower it")
+    for i, one in enumerate(correction.filters):
+        if one.enabled and not one.active:
+            report.warn((*path, "filters", i), "has no effect: neither ratio_enabled nor diff_enabled is true")
+        for on, name in ((one.ratio_enabled, "ratio"), (one.diff_enabled, "diff")):
+            low, high = getattr(one, f"{name}_low"), getattr(one, f"{name}_high")
+            if one.enabled and on and low > high:
+                report.error((*path, "filters", i, f"{name}_low"), f"{low} is above {name}_high {high}: no token would train. Fix: lower it")
+    if correction.active and config.recompute_old_logprobs == "false":
+        text = "false: then old log-probs are the sampler's, and train_infer_correction has nothing to compare them with"
+        report.error(("recompute_old_logprobs",), f"{text}. Fix: recompute_old_logprobs: true")
+    if weight.enabled and getattr(config.pg_variant.config, "needs_infer_log_probs", False):
+        text = f"true beside pg_variant {config.pg_variant.name!r}, whose own ratio is that to the sampler: it would count twice"
+        report.error((*path, "is_weight", "enabled"), f"{text}. Fix: is_weight: {{enabled: false}}")
+
+
+def _mock(config: RunConfig, report: Report) -> None:
+    if config.rollout_mock.enable and not config.rollout_mock.dump_dir:
+        report.error(("rollout_mock",), "says not where the rollouts are. Fix: rollout_mock: {enable: true, mode: dump, dump_dir: FOLDER}")
+
+
 def _roles(config: RunConfig, report: Report) -> None:
     """Devices and token budgets."""
     for name in ROLES:
@@ -248,20 +293,21 @@ def _ignores_ratio(config: RunConfig) -> bool:
 
 
 def _signal(config: RunConfig, registry: Registry, report: Report) -> None:
-    """A group of one has no mean but its own: estimators that compare within groups give 0."""
+    """A group of one has no mean but its own: estimators that compare trajectories within groups give 0."""
     if config.train_env_manager.group_size > 1:
         return
     given = config.reward_normalization
     own = getattr(config.adv_estimator.config, "reward_normalization", None)
     settings = own or given
     name = config.adv_estimator.name
-    grouped = getattr(_target(config, registry), "compares_in_groups", False)
+    declared = getattr(_target(config, registry), "compares_in_groups", None)
+    grouped = bool(declared)
     if settings is not None and settings.grouping in ("batch", "tags"):
         grouped = False
-    if settings is not None and settings.method in ("mean", "mean_std") and settings.grouping in (None, "traj_group_id"):
+    if declared is not False and settings is not None and settings.method in ("mean", "mean_std") and settings.grouping in (None, "traj_group_id"):
         grouped = True
     if grouped:
-        report.warn(("train_env_manager", "group_size"), f"group_size 1 gives {name!r} nothing to compare: every advantage is 0. Fix: group_size: 8")
+        report.warn(("train_env_manager", "group_size"), f"group_size 1 leaves {name!r} no other trajectory to compare with. Fix: group_size: 8")
 
 
 def _target(config: RunConfig, registry: Registry) -> Any:

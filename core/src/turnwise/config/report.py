@@ -57,6 +57,8 @@ class Report:
     sources: Sources
     notes: list[str] = field(factory=list)
     warnings: list[str] = field(factory=list)
+    planning: bool = False
+    """Only arithmetic is wanted: an environment that is not installed, or a feature that this version lacks, is a warning where it can be."""
     cause: BaseException | None = None
     """The exception behind the first problem with a plugin, to be chained."""
     _problems: dict[str, tuple[str, int]] = field(factory=dict)

@@ -126,6 +126,50 @@ class CoefRange:
 
 
 @frozen
+class ImportanceWeight:
+    """A factor of the policy loss: the ratio of trainer to sampler, within bounds."""
+
+    enabled: bool = key(False, "multiply the policy loss of each token with the ratio")
+    weight_type: Literal["token", "segment", "geometric", "sequence"] = key(
+        "token", "e^d of the token, e^mean of the turn, e^mean or e^sum of the trajectory; d = trainer's − sampler's log-prob"
+    )
+    lower_bound: float | None = key(0.0, "the least weight (null: 0)")
+    upper_bound: float | None = key(1.2, "the largest weight (null: none)")
+
+
+@frozen
+class CorrectionFilter:
+    """Tokens whose ratio of trainer to sampler, or difference of probabilities, lies outside the bounds do not train."""
+
+    enabled: bool = key(True, "false: the filter is left out")
+    agg_type: Literal["token", "segment", "geometric", "sequence"] = key("token", "level of ratio and difference, as in weight_type")
+    ratio_enabled: bool = key(False, "filter by the ratio")
+    ratio_low: float = key(0.8, "the least ratio that trains")
+    ratio_high: float = key(1.2, "the largest ratio that trains")
+    diff_enabled: bool = key(False, "filter by the difference of probabilities, trainer's − sampler's")
+    diff_low: float = key(-0.2, "the least difference that trains")
+    diff_high: float = key(0.2, "the largest difference that trains")
+
+    @property
+    def active(self) -> bool:
+        """Whether it can drop a token."""
+        return self.enabled and (self.ratio_enabled or self.diff_enabled)
+
+
+@frozen
+class TrainInferCorrection:
+    """Correction of the difference between the trainer's log-probs and the sampler's."""
+
+    is_weight: ImportanceWeight = key(ImportanceWeight, "a factor of the policy loss")
+    filters: tuple[CorrectionFilter, ...] = key((), "which tokens train; a token must pass all")
+
+    @property
+    def active(self) -> bool:
+        """Whether it changes anything."""
+        return self.is_weight.enabled or any(one.active for one in self.filters)
+
+
+@frozen
 class RolloutMock:
     """Dump the rollouts of a run, or train again from a dump."""
 
@@ -200,7 +244,7 @@ class RunConfig:
     use_kl_loss: bool | None = key(None, "may be given; must agree with kl_loss_coef")
     value_clip: float | None = key(None, "clipping of the value loss (null: none)")
     recompute_old_logprobs: Literal["auto", "true", "false"] = key("auto", "where old log-probs come from")
-    train_infer_correction: Mapping[str, Any] | None = key(None, "correction of the difference between trainer and sampler")
+    train_infer_correction: TrainInferCorrection | None = key(None, "correction of the difference between trainer and sampler")
     batch_adjust_mode: Choice = key(lambda: Choice("by_trajectory"), "how the rows of a step become updates")
     rollout_mock: RolloutMock = key(RolloutMock, "dump rollouts, or train from a dump")
     max_grad_norm: float = key(1.0, "clipping of the gradient norm")

@@ -115,11 +115,16 @@ def ignore(*harmless: Any, fix: str = "") -> Action:
     return action
 
 
-def later(*off: Any, keep: bool = True) -> Action:
-    """A feature that this version lacks: refused unless it is switched off. `keep` False: the schema has no such key."""
+def later(*off: Any, keep: bool = True, plans: bool = False) -> Action:
+    """A feature that this version lacks: refused unless it is switched off. `keep` False: the schema has no such key.
+
+    `plans`: the arithmetic of `turnwise plan` is right with it, so that there it is a warning."""
 
     def action(edit: Edit) -> None:
         if not any(edit.value == value and isinstance(edit.value, bool) == isinstance(value, bool) for value in off):
+            if plans and edit.report.planning:
+                edit.report.warn(edit.path, f"{edit.value!r}: {edit.why} is planned here, but `turnwise train` refuses it in this version")
+                return
             shown = f", or set {edit.path[-1]}: {json.dumps(off[0])}" if off else ""
             edit.refuse(f"{edit.path[-1]} = {edit.value!r}: {edit.why} is not supported by this version", f"remove the key{shown}")
             edit.drop()

@@ -84,7 +84,13 @@ class ManagerContext:
 
 
 class EnvManager(Protocol):
-    """Built as `Manager(config, context)`, once per tag; it holds no state between episodes."""
+    """Built as `Manager(config, context)`, once per tag; it holds no state between episodes.
+
+    Optional `row_per_turn`: True if an episode gives up to one row for each turn and not one in all; `turnwise plan` counts rows by it.
+    A config class with the boolean field `detect_drift` says that the manager can compare the tokens of its prompts with a rendering of
+    their messages: each turn then has the metric `drift` (1 where they differ) and, where they do, `extras["drift"]` with the texts
+    `used` and `rendered` from the first difference on. `turnwise check` tries it.
+    """
 
     async def run(self, episode: Episode, sampler: Sampler) -> Trajectory:
         """Play the episode to its end."""

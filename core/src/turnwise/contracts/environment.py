@@ -53,7 +53,7 @@ def check_reset(result: Any, where: str) -> tuple[Any, dict[str, Any]]:
 
 
 def check_step(result: Any, where: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-    """Check what `step` returned: five values, a finite reward, flags that are booleans."""
+    """Check what `step` returned: five values and a finite reward; the flags are taken as booleans."""
     if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
         raise EnvironmentFailure(f"{where}.step returned {result!r:.80}. Fix: return (observation, reward, terminated, truncated, info).")
     observation, reward, terminated, truncated, info = result

@@ -22,7 +22,9 @@ class AdvantageEstimator(Protocol):
 
     `needs`: token columns that must exist first (`values`: a critic runs). `token_rewards`: True if it recurses over
     `token_level_rewards` (a KL penalty in the reward is then subtracted there; else it is subtracted from the advantages, discounted).
-    `whiten`: the default of `whiten_advantages`. Optional `compares_in_groups`: True if a group of one gives it nothing to compare.
+    `whiten`: the default of `whiten_advantages`. Optional `normalization`: the settled RewardNormalization, for the metric
+    `critic/reward/mean`. Optional `compares_in_groups`: True if a group of one leaves it no other trajectory to compare with; False if it
+    has something to compare then, whatever the `reward_normalization`.
     """
 
     needs: frozenset[str]

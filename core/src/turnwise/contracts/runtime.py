@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
-from attrs import frozen
+from attrs import field, frozen
 
 
 @frozen
@@ -18,7 +19,8 @@ class RuntimeContext:
 @frozen
 class RolePlan:
     """One role to place: its name (`actor_train`, `actor_infer`, `reference`, `critic`), the kind and name of its implementation, its
-    structured config and context, and its devices. Every process builds it by name."""
+    structured config and context, its devices, and the environment variables of its processes (`system_envs`), set before it is built.
+    Every process builds it by name."""
 
     role: str
     kind: Literal["inference_backend", "train_strategy"]
@@ -26,6 +28,7 @@ class RolePlan:
     config: Any
     context: Any
     devices: tuple[int, ...] = ()
+    environment: Mapping[str, str] = field(factory=dict)
 
 
 class Handle(Protocol):

@@ -78,6 +78,7 @@ class Update:
     The objective is Σ coef·loss over the response tokens of `rows` (plus the entropy and KL terms of the objective, under the same
     coef): `rows.columns` holds `coef` float64 (row weight × mask ÷ denominator of the aggregation over the whole update), `weight`
     float64 (row weight × mask), `advantages`, `old_log_probs` (NaN: use the new ones, detached) and whatever else the batch carries.
+    Where there is a column `policy_weight` float64, the policy loss of each token, and it alone, is multiplied with it.
     `lr` is the learning rate of exactly this update; `entropy_coef` and `kl_coef` are this step's coefficients.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from attrs import evolve
 
 from turnwise.config.schema import RunConfig
 from turnwise.contracts.estimator import AdvantageEstimator
@@ -39,16 +40,22 @@ def filter_groups(batch: Batch, filters: Sequence[GroupFilter]) -> Batch:
 
 
 def add_kl_penalty(batch: Batch, config: RunConfig, beta: float) -> Batch:
-    """Add the token column `kl_penalty` = β·kl(old, reference); with `kl_in_score`, take it from the scores instead."""
+    """Add the token column `kl_penalty` = β·kl(old, reference); with `kl_in_score`, take it from the scores instead.
+
+    A score stays the sum of the trajectory's rewards: its last sampled token and that token's turn give what it loses.
+    """
     mask = batch.tokens["response_mask"]
     kl = np.where(mask, kl_estimate(config.kl_penalty, batch.tokens["old_log_probs"], batch.tokens["ref_log_probs"]), 0.0)
     if not config.kl_in_score:
         return batch.with_tokens(kl_penalty=beta * kl)
     per_trajectory = np.bincount(batch.tokens["trajectory"], weights=kl, minlength=len(batch.trajectories))
     last = last_sampled(batch)
-    rewards = batch.tokens["token_level_rewards"].copy()
-    rewards[last[last >= 0]] -= beta * per_trajectory[last >= 0]
-    return batch.with_trajectories(scores=batch.trajectories["scores"] - beta * per_trajectory).with_tokens(token_level_rewards=rewards)
+    ends, penalty = last[last >= 0], beta * per_trajectory[last >= 0]
+    rewards, of_turns = batch.tokens["token_level_rewards"].copy(), batch.turns["reward"].copy()
+    rewards[ends] -= penalty
+    of_turns[batch.tokens["turn"][ends]] -= penalty
+    batch = batch.with_trajectories(scores=batch.trajectories["scores"] - beta * per_trajectory).with_tokens(token_level_rewards=rewards)
+    return evolve(batch, turns=batch.turns.with_columns(reward=of_turns))
 
 
 def with_advantages(batch: Batch, estimator: AdvantageEstimator, config: RunConfig) -> Batch:

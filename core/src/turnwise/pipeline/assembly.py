@@ -215,6 +215,7 @@ def role_plan(config: RunConfig, name: str, model: Path, chat: Chat | None) -> R
         config=choice.config if choice.config is not None else (choice.options or None),
         context=inference_context(config, model, chat) if inference else train_context(config, role, name, model),
         devices=role.device_mapping,
+        environment=role.system_envs,
     )
 
 

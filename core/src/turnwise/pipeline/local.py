@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import queue
 import threading
 from typing import Any
@@ -104,9 +105,13 @@ class LocalRuntime:
     def __init__(self, config: Any, context: RuntimeContext) -> None:
         self._timeout = context.timeout
         self._placed: list[Any] = []
+        self._before: dict[str, str | None] = {}
 
     async def place(self, plan: RolePlan) -> Any:
-        """Build the role."""
+        """Build the role, its environment variables set in this process until `close`."""
+        for name, value in plan.environment.items():
+            self._before.setdefault(name, os.environ.get(name))
+            os.environ[name] = value
         if plan.kind == "inference_backend":
             placed = registry().build(plan.kind, plan.implementation, plan.config, plan.context)
         else:
@@ -122,5 +127,10 @@ class LocalRuntime:
                 await self._placed.pop().close()
             except Exception as error:
                 errors.append(error)
+        while self._before:
+            name, value = self._before.popitem()
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
         if errors:
             raise errors[0]

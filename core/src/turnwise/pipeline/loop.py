@@ -20,10 +20,11 @@ from turnwise.contracts.batch_adjust import AdjustContext, BatchAdjust
 from turnwise.contracts.estimator import EstimatorContext
 from turnwise.contracts.group_filter import FilterContext
 from turnwise.data.batch import Batch, build_batch
+from turnwise.data.ops import trains
 from turnwise.data.rows import UpdateResult
 from turnwise.data.trajectory import Trajectory
 from turnwise.errors import CheckpointError, EngineError, TurnwiseError
-from turnwise.pipeline import advantages, assembly, checkpoint, frames, metrics, report
+from turnwise.pipeline import advantages, assembly, checkpoint, correction, frames, metrics, mock, report
 from turnwise.pipeline.old_logprobs import OldLogProbs
 from turnwise.pipeline.tracking import Tracking
 from turnwise.pipeline.updates import plan_step, training_rows, updates
@@ -98,7 +99,7 @@ class Pipeline:
         if "values" in self.estimator.needs:
             self.critic = await self.runtime.place(assembly.role_plan(config, "critic", self.model, self.chat))
             self.critic_adjust = self._policy(assembly.role_of(config, "critic"))
-        self.old_logprobs = OldLogProbs(config, shared=self.transport == "shared")
+        self.old_logprobs = OldLogProbs(config, shared=self.transport == "shared" and not mock.mocks(config))
         self.scheduler = assembly.scheduler(config, self.base, self.backend, self.chat, evaluation=False)
         self.evaluator = None
         if config.val_env_manager is not None and config.eval_steps:
@@ -181,16 +182,20 @@ class Pipeline:
         if self.config.rollout_dump_dir:
             frames.dump(Path(self.config.rollout_dump_dir), step, played.trajectories)
         batch = advantages.filter_groups(batch, self.filters)
+        if self.filters:
+            out["rollout/filtered"] = float((~trains(batch)).sum())
         planned = plan_step(batch, self.adjust, self.config.seed, step)
         batch = await self._log_probs(batch, len(planned), step, times)
         with _timed(times, "advantage"):
             if self._kl_coef > 0:
                 batch = advantages.add_kl_penalty(batch, self.config, self._kl_coef)
             batch = advantages.with_advantages(batch, self.estimator, self.config)
-        out |= metrics.advantage_metrics(batch) | self._adapt_kl(batch)
+        out |= metrics.advantage_metrics(batch, getattr(self.estimator, "normalization", None)) | self._adapt_kl(batch)
         if self.critic is not None:
             with _timed(times, "critic_train"):
                 out |= await self._update_critic(batch, step)
+        batch, found = correction.corrected(batch, self.config)  # after the critic, whose loss it does not touch
+        out |= found
         with _timed(times, "actor_train"):
             results, rate = await self._update(batch, planned, step)
         out |= metrics.update_metrics(results) | {"policy/learning_rate": rate}
@@ -207,7 +212,7 @@ class Pipeline:
 
     async def _rollout(self, step: int, times: dict[str, float]) -> RolloutResult:
         with _timed(times, "rollout"):
-            played: RolloutResult = await self._unless_stopped(self.scheduler.next_batch(step, version=step), step)
+            played: RolloutResult = await self._unless_stopped(mock.next_batch(self.config, self.scheduler, step), step)
         self.tracking.failures(f"step {step}", played.failures)
         return played
 
@@ -257,8 +262,11 @@ class Pipeline:
         config = evolve(self.config, loss_agg_mode="token-mean")
         planned = plan_step(batch, self.critic_adjust, config.seed, step)
         role = assembly.role_of(config, "critic")
-        results = [await self.critic.call("update", update) for update in updates(batch, planned, config, role, step, 0.0)]
-        return metrics.update_metrics(results, "critic")
+        results, rate = [], 0.0
+        for update in updates(batch, planned, config, role, step, 0.0):
+            results.append(await self.critic.call("update", update))
+            rate = update.lr
+        return metrics.update_metrics(results, "critic") | ({"critic/learning_rate": rate} if results else {})
 
     def _adapt_kl(self, batch: Batch) -> dict[str, float]:
         """The adaptive coefficient moves once a step (Ziegler et al. 2019, arXiv 1909.08593, section 2.2)."""

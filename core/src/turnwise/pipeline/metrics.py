@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from turnwise.data.batch import Batch
+from turnwise.data.normalise import RewardNormalization, normalise_scores
 from turnwise.data.rows import UpdateResult
 from turnwise.data.trajectory import Trajectory
 
@@ -15,6 +16,7 @@ HEALTHY: dict[str, tuple[float, float, str]] = {
     "policy/approx_kl": (-np.inf, 0.05, "the policy moves too far in a step: lower learning_rate or ppo_epochs"),
     "policy/clip_frac": (-np.inf, 0.3, "most tokens are clipped: lower learning_rate, or more groups per update"),
     "policy/entropy": (0.1, np.inf, "entropy collapses: raise entropy_loss_coef, lower learning_rate, or check the reward"),
+    "policy/learning_rate": (np.nextafter(0.0, 1.0), np.inf, "the last update learnt nothing: see `turnwise plan` for the schedule"),
 }
 """Metric → (lowest, highest, advice) outside of which the report marks it."""
 
@@ -63,11 +65,11 @@ def _lengths(batch: Batch) -> dict[str, float]:
     }
 
 
-def advantage_metrics(batch: Batch) -> dict[str, float]:
+def advantage_metrics(batch: Batch, normalization: RewardNormalization | None = None) -> dict[str, float]:
     """Advantages and rewards as the estimator left them."""
     sampled = batch.sampled
     advantages = batch.tokens["advantages"][sampled]
-    out = {"critic/advantage/mean": _mean(advantages), "critic/reward/mean": _mean(batch.trajectories["scores"])}
+    out = {"critic/advantage/mean": _mean(advantages), "critic/reward/mean": _mean(_rewards(batch, normalization))}
     if not len(sampled):
         return out
     out |= {"critic/advantage/max": float(advantages.max()), "critic/advantage/min": float(advantages.min())}
@@ -84,6 +86,13 @@ def advantage_metrics(batch: Batch) -> dict[str, float]:
     if "kl_penalty" in batch.tokens:
         out["critic/kl_penalty/mean"] = _mean(batch.tokens["kl_penalty"][sampled])
     return out
+
+
+def _rewards(batch: Batch, normalization: RewardNormalization | None) -> np.ndarray:
+    """The scores as the estimator normalises them (as they are, where it normalises turns instead); near 0 on average in a healthy run."""
+    if normalization is None or normalization.grouping == "traj_id":
+        return batch.trajectories["scores"]
+    return normalise_scores(batch, normalization)
 
 
 def update_metrics(results: Sequence[UpdateResult], prefix: str = "policy") -> dict[str, float]:

@@ -11,6 +11,11 @@ from turnwise.data.batch import Batch
 from turnwise.errors import ConfigError
 from turnwise.pipeline.updates import training_rows
 
+COMPARES_WITH_ITSELF = (
+    "train_infer_correction compares old log-probs with the sampler's, but here they are the sampler's: its weights are shared with the trainer. "
+    "Fix: recompute_old_logprobs: true, or remove train_infer_correction."
+)
+
 
 class OldLogProbs:
     """`recompute_old_logprobs: auto | true | false`.
@@ -22,7 +27,9 @@ class OldLogProbs:
     def __init__(self, config: RunConfig, *, shared: bool) -> None:
         self._mode = config.recompute_old_logprobs
         self._shared = shared
-        self._read_by_reward = config.init_kl_coef > 0
+        self._correction = config.train_infer_correction is not None and config.train_infer_correction.active
+        self._read_beside = config.init_kl_coef > 0 or self._correction
+        self._sampler_needed_by = _who_needs_the_sampler(config)
 
     async def add(self, batch: Batch, actor: Any, *, updates: int, version: int) -> Batch:
         """The batch with the token column `old_log_probs` (NaN: the new ones, detached)."""
@@ -38,15 +45,27 @@ class OldLogProbs:
         return batch.with_tokens(old_log_probs=column)
 
     def choose(self, batch: Batch, updates: int, version: int) -> str:
-        """`sampler`, `detached` or `recompute`. Raises ConfigError where the sampler's are asked for and there are none."""
-        if self._mode == "false" and not batch.has_infer_log_probs:
-            raise ConfigError(
-                "recompute_old_logprobs: false needs the sampler's log-probs, and it gave none for some tokens (truncation by top_p, top_k?). "
-                "Fix: recompute_old_logprobs: auto."
-            )
+        """`sampler`, `detached` or `recompute`. Raises ConfigError where the sampler's are needed and there are none, and where a correction
+        would compare the sampler's with themselves."""
+        if self._sampler_needed_by and not batch.has_infer_log_probs:
+            who, fix = self._sampler_needed_by
+            raise ConfigError(f"{who} needs the sampler's log-probs, and it gave none for some tokens (truncation by top_p, top_k?). Fix: {fix}.")
         current = bool((batch.tokens["versions"][batch.sampled] == version).all())
         if self._mode == "false" or (self._mode == "auto" and self._shared and batch.has_infer_log_probs and current):
+            if self._correction:
+                raise ConfigError(COMPARES_WITH_ITSELF)
             return "sampler"
-        if self._mode == "auto" and updates == 1 and not self._read_by_reward:
+        if self._mode == "auto" and updates == 1 and not self._read_beside:
             return "detached"
         return "recompute"
+
+
+def _who_needs_the_sampler(config: RunConfig) -> tuple[str, str] | None:
+    """The key that cannot do without the sampler's log-probs, and what to write instead."""
+    if config.recompute_old_logprobs == "false":
+        return "recompute_old_logprobs: false", "recompute_old_logprobs: auto"
+    if config.train_infer_correction is not None and config.train_infer_correction.active:
+        return "train_infer_correction", "sample without truncation, or remove train_infer_correction"
+    if getattr(config.pg_variant.config, "needs_infer_log_probs", False):
+        return f"pg_variant: {config.pg_variant.name}", "sample without truncation, or another pg_variant"
+    return None

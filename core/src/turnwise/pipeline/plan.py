@@ -8,9 +8,11 @@ from typing import Any
 from turnwise.config.relations import data_parallel_size, rows_per_update
 from turnwise.config.schema import Role, RunConfig
 from turnwise.contracts.batch_adjust import AdjustContext
+from turnwise.errors import PluginError
 from turnwise.pipeline import assembly
 from turnwise.pipeline.schedules import learning_rate
 from turnwise.pipeline.updates import schedule_of
+from turnwise.plugins import registry
 
 
 def arithmetic(config: RunConfig) -> dict[str, Any]:
@@ -43,15 +45,23 @@ def arithmetic(config: RunConfig) -> dict[str, Any]:
 
 
 def rows_per_step(config: RunConfig) -> tuple[int, int]:
-    """The fewest and the most rows of a step: one a trajectory, or (step-wise) one for each turn up to the tag's limit."""
+    """The fewest and the most rows of a step: one a trajectory, or one for each turn up to the tag's limit where the manager cuts so."""
     manager = config.train_env_manager
     fewest = most = 0
     for tag, groups in zip(manager.tags, manager.num_groups_partition, strict=True):
         env = config.custom_envs[tag]
         played = groups * manager.group_size
         fewest += played
-        most += played * (env.max_steps if env.env_manager.name == "stepwise" else 1)
+        most += played * (env.max_steps if _row_per_turn(env.env_manager.name) else 1)
     return fewest, most
+
+
+def _row_per_turn(manager: str) -> bool:
+    """As the environment manager declares it; one whose packages are missing here is taken to make one row an episode."""
+    try:
+        return getattr(registry().find("env_manager", manager).target(), "row_per_turn", False) is True
+    except PluginError:
+        return False
 
 
 def rates(config: RunConfig, role: Role, per_step: int) -> dict[str, float]:
@@ -75,8 +85,20 @@ def warnings(config: RunConfig, plan: dict[str, Any]) -> list[str]:
         out.append(f"warmup_steps = {plan['warmup_steps']} counts pipeline steps{first}")
     if not plan["learning_rate"]["end"] > 0:
         out.append("the last update has learning rate 0: it learns nothing")
-    if config.batch_adjust_mode.name != "by_trajectory" and plan["rows_per_step"][0] != plan["rows_per_step"][1]:
+    if plan["updates_per_step"][0] != plan["updates_per_step"][1]:
         out.append(f"batch_adjust_mode {config.batch_adjust_mode.name!r} counts rows: the number of updates depends on the turns played")
+    return out
+
+
+def other_meanings(config: RunConfig) -> list[str]:
+    """Settings whose name or default means something else in other frameworks, as they stand here."""
+    out = []
+    if config.advantage_clip is not None:
+        out.append(f"advantage_clip = {config.advantage_clip} clamps the advantages; the ratio's clip is pg_clip")
+    if config.init_kl_coef == 0:
+        out.append("init_kl_coef = 0: no KL penalty in the reward (ROLL's default is 0.2)")
+    if config.loss_agg_mode == "token-mean":
+        out.append("loss_agg_mode = token-mean (ROLL's default is seq-mean-token-mean)")
     return out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ async def _opponent(config: RunConfig, base: Path, player: Choice | None, model:
     folder = source.prepare(str(model_folder(model, config)) if model is not None else config.pretrain)
     chat = source.chat(folder)
     plan = assembly.role_plan(config, "actor_infer", folder, chat)
+    os.environ.update(plan.environment)
     backend: InferenceBackend = registry().build(plan.kind, plan.implementation, plan.config, plan.context)
     return backend, chat
 

@@ -18,7 +18,8 @@ from turnwise.contracts.estimator import EstimatorContext
 from turnwise.contracts.group_filter import FilterContext
 from turnwise.contracts.inference import GeneratingArgs
 from turnwise.errors import CheckpointError, ConfigError, MachineError, PluginError, TurnwiseError
-from turnwise.pipeline import assembly, checkpoint
+from turnwise.pipeline import assembly, checkpoint, mock
+from turnwise.pipeline.old_logprobs import COMPARES_WITH_ITSELF
 from turnwise.pipeline.updates import schedule_of
 from turnwise.plugins import registry
 
@@ -41,11 +42,20 @@ def preflight(config: RunConfig, base: Path) -> Findings:
         lacks += _devices(role, assembly.role_of(config, role).device_mapping)
         for line, machine in _role_problems(config, role, kind, choice):
             (lacks if machine else wrong).append(line)
-    wrong += [*_transport_problems(config), *_schedule_problems(config), *_other_problems(config)]
+    if (config.num_gpus_per_node or 0) > (gpus := visible_gpus()):
+        lacks.append(f"num_gpus_per_node: {config.num_gpus_per_node} GPUs are expected, found {gpus}. Fix: the number there is, or remove the key")
+    wrong += [
+        *_environment_variables(config),
+        *_transport_problems(config),
+        *_correction_problems(config),
+        *_schedule_problems(config),
+        *_other_problems(config),
+    ]
     lacks += [f"{kind} {name!r} needs {missing}, not installed" for kind, name, missing in _missing_packages(config)]
     wrong += _environment_problems(config, base)
     if not wrong:
         wrong += _source_problems(config, base)
+    wrong += mock.problems(config)
     lacks += _folder_problems(config)
     try:
         checkpoint.to_resume(config.resume_from_checkpoint, assembly.Folders.of(config).checkpoints)
@@ -78,6 +88,10 @@ def _role_problems(config: RunConfig, role: str, kind: str, choice: Choice | Non
         return
     try:
         entry = registry().find(kind, choice.name)
+        if entry.implementation.plans_only:  # installing its packages would not help
+            text = f"$.{role}.strategy_args: strategy {entry.name} cannot run in this version, it plans only"
+            yield f"{text}. Fix: another strategy_name, or turnwise plan", False
+            return
         if entry.missing:
             return
         target = entry.target()
@@ -95,6 +109,23 @@ def _role_problems(config: RunConfig, role: str, kind: str, choice: Choice | Non
         plan = assembly.role_plan(config, role, Path(), None)
         for line in ask(plan.config, plan.context):
             yield line.removeprefix("machine: "), line.startswith("machine: ")
+
+
+def _environment_variables(config: RunConfig) -> Iterator[str]:
+    """Two values of one variable for roles that a runtime keeps in one process."""
+    try:
+        one_process = getattr(registry().find("runtime", config.runtime.name).target(), "one_process", False)
+    except PluginError:  # told elsewhere
+        return
+    seen: dict[str, tuple[str, str]] = {}
+    for role, _ in _roles(config) if one_process is True else ():
+        for name, value in assembly.role_of(config, role).system_envs.items():
+            other, before = seen.setdefault(name, (role, value))
+            if before != value:
+                yield (
+                    f"$.{role}.system_envs.{name}: {value!r} here, {before!r} for {other}; runtime {config.runtime.name!r} has one process. "
+                    "Fix: one value for both."
+                )
 
 
 def _transport_problems(config: RunConfig) -> list[str]:
@@ -117,6 +148,20 @@ def _transport_problems(config: RunConfig) -> list[str]:
         f"$.actor_infer: the backend takes weights by {', '.join(taken) or 'nothing'}, actor_train offers {', '.join(offered) or 'nothing'}: "
         "no common transport. Fix: choose two that share one."
     ]
+
+
+def _correction_problems(config: RunConfig) -> list[str]:
+    """A correction where the trainer's weights are the sampler's own, so that old log-probs would be the sampler's."""
+    correction = config.train_infer_correction
+    if correction is None or not correction.active or config.recompute_old_logprobs != "auto":
+        return []
+    offered = getattr(_target("train_strategy", config.actor_train.strategy_args), "transports", ())
+    taken = getattr(_target("inference_backend", config.actor_infer.strategy_args), "transports", ())
+    one_process = getattr(_target("runtime", config.runtime), "one_process", False) is True
+    same = config.actor_train.model_args.dtype == config.actor_infer.model_args.dtype
+    if not (isinstance(offered, tuple) and isinstance(taken, tuple) and one_process and same):
+        return []
+    return [COMPARES_WITH_ITSELF] if next((t for t in taken if t in offered), None) == "shared" else []
 
 
 def _target(kind: str, choice: Choice | None) -> Any:
@@ -188,7 +233,7 @@ def _missing_packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             entry = registry().find(kind, choice.name)
         except PluginError:
             continue  # reported where it was named
-        if entry.missing:
+        if entry.missing and not entry.implementation.plans_only:
             yield kind.replace("_", " "), choice.name, ", ".join(entry.missing)
 
 
@@ -237,6 +282,7 @@ def _folder_problems(config: RunConfig) -> list[str]:
         "logging_dir": Path(config.logging_dir) if config.logging_dir else None,
         "render_save_dir": folders.frames,
         "rollout_dump_dir": Path(config.rollout_dump_dir) if config.rollout_dump_dir else None,
+        "rollout_mock.dump_dir": mock.file_of(config, 0).parent if mock.dumps(config) else None,
     }
     return [line for key, folder in named.items() if folder is not None and (line := _unwritable(key, folder))]
 

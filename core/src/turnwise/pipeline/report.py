@@ -11,6 +11,14 @@ from attrs import define, field
 from turnwise.config.schema import RunConfig
 from turnwise.pipeline.metrics import HEALTHY
 
+SECTIONS = {
+    "policy/approx_kl": "The policy moves too far",
+    "policy/clip_frac": "The policy moves too far",
+    "policy/entropy": "Entropy collapses",
+    "policy/learning_rate": "The learning rate is 0",
+}
+"""Metric → the section of docs/troubleshooting.md that says more."""
+
 
 @define
 class History:
@@ -52,7 +60,8 @@ def unhealthy(values: Mapping[str, float]) -> list[str]:
     for name, (low, high, advice) in HEALTHY.items():
         value = values.get(name)
         if value is not None and not low <= value <= high:
-            lines.append(f"{name} = {value:.4g}: {advice}")
+            more = f" (docs/troubleshooting.md: {SECTIONS[name]})" if name in SECTIONS else ""
+            lines.append(f"{name} = {value:.4g}: {advice}{more}")
     return lines
 
 

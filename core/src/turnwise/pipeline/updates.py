@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from attrs import evolve
 
 from turnwise.config.schema import CoefRange, Role, RunConfig
 from turnwise.contracts.batch_adjust import AdjustInput, BatchAdjust, PlannedUpdate
 from turnwise.data.batch import Batch
-from turnwise.data.ops import trains
+from turnwise.data.ops import segment_means, trains
 from turnwise.data.rows import Rows, Update, rows_of
 from turnwise.pipeline.aggregation import token_coefficients
 from turnwise.pipeline.schedules import Schedule, learning_rate, warmup_steps_of
@@ -61,16 +62,21 @@ def updates(batch: Batch, planned: list[PlannedUpdate], config: RunConfig, role:
 
 
 def training_rows(batch: Batch) -> Rows:
-    """All rows with every token column, and the trajectory's score and tag beside them."""
+    """All rows with every token column; beside them the trajectory's score, group and, where there are advantages, their mean over it."""
     owner = batch.tokens["trajectory"]
     table = batch.trajectories
-    return rows_of(batch.with_tokens(scores=table["scores"][owner], group=table["group"][owner]))
+    columns = {"scores": table["scores"][owner], "group": table["group"][owner]}
+    if "advantages" in batch.tokens:
+        mean = segment_means(batch.tokens["advantages"][batch.sampled], owner[batch.sampled], len(table))
+        columns["trajectory_advantages"] = mean[owner]
+    return rows_of(batch.with_tokens(**columns))
 
 
 def weighted_rows(batch: Batch, everything: Rows, planned: PlannedUpdate, config: RunConfig) -> Rows:
-    """The update's rows with the columns `coef` and `weight` (float64 per sampled token)."""
-    from attrs import evolve
+    """The update's rows with the columns `coef` and `weight` (float64 per sampled token).
 
+    The denominators in `coef` count every sampled token; where the column `policy_keep` is false, `coef` is 0.
+    """
     rows = everything.select(planned.rows)
     sampled = np.diff(np.concatenate([[0], np.cumsum(rows.response_mask)])[rows.offsets])
     per_row = token_coefficients(
@@ -82,4 +88,7 @@ def weighted_rows(batch: Batch, everything: Rows, planned: PlannedUpdate, config
         lengths=sampled,
         scale=config.loss_scale_factor or config.sequence_length,
     )
-    return evolve(rows, columns={**rows.columns, "coef": np.repeat(per_row, sampled), "weight": np.repeat(planned.weights, sampled)})
+    coef = np.repeat(per_row, sampled)
+    if "policy_keep" in rows.columns:
+        coef = np.where(rows.columns["policy_keep"], coef, 0.0)
+    return evolve(rows, columns={**rows.columns, "coef": coef, "weight": np.repeat(planned.weights, sampled)})

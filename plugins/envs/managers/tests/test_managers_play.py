@@ -205,3 +205,11 @@ def test_the_system_template_is_not_filled_in(make: Any) -> None:
     system = r"Write \boxed{answer} or {turn_idx} or {{x}}."
     run(make(agent_system_template=system), ScriptedEnv("s0", going("s1")), sampler, evolve(ROOMY, max_turns=1))
     assert sampler.calls[0]["messages"][0] == {"role": "system", "content": system}
+
+
+@pytest.mark.parametrize(("limit", "told"), [(50, 20), (7, 7)])
+def test_a_template_may_tell_how_long_a_response_can_be(make: Any, limit: int, told: int) -> None:
+    sampler = ScriptedSampler(["a"], takes="messages")
+    limits = evolve(ROOMY, max_turns=1, max_new_tokens=20, max_tokens_per_step=limit)
+    run(make(agent_template="{observation}, at most {max_response_length} tokens"), ScriptedEnv("s0", going("s1")), sampler, limits)
+    assert sampler.calls[0]["messages"][-1]["content"] == f"s0, at most {told} tokens"

@@ -12,6 +12,7 @@ from turnwise.contracts.env_manager import Limits, ManagerContext
 from turnwise.data.batch import build_batch
 from turnwise_managers.config import StepwiseConfig
 from turnwise_managers.stepwise import StepwiseManager
+from turnwise_managers.trajectory import TrajectoryManager
 
 
 def manager(**options: Any) -> StepwiseManager:
@@ -129,3 +130,8 @@ def test_a_system_message_of_the_environment_stays_when_its_turn_is_forgotten() 
     sampler = ScriptedSampler(["a", "b"], takes="messages")
     run(manager(history_length=0), ScriptedEnv(first, going("s1", "s2")), sampler, evolve(ROOMY, max_turns=2))
     assert [call["messages"] for call in sampler.calls] == [first, [first[0], {"role": "user", "content": "s1"}]]
+
+
+def test_the_plan_is_told_that_a_turn_is_a_row() -> None:
+    assert StepwiseManager.row_per_turn is True
+    assert not hasattr(TrajectoryManager, "row_per_turn")

@@ -150,6 +150,17 @@ def test_the_objective_is_the_sum_of_coef_times_loss_minus_entropy_plus_kl() -> 
     assert entropy.grad.tolist() == pytest.approx([-0.005, -0.0025, 0.0])
 
 
+def test_the_policy_weight_multiplies_the_policy_loss_and_neither_entropy_nor_kl() -> None:
+    mine = columns(2, advantages=double(2.0, -1.0), old_log_probs=double(-1.0, -1.0), ref_log_probs=double(-1.5, -1.0))
+    given = double(-1.0, -1.0), double(1.0, 2.0)
+    beside = policy_objective(*given, mine | {"policy_weight": double(0.0, 0.0)}, Linear(), Objective(LossChoice("mine")), 0.01, 0.1)[0].item()
+    plain = policy_objective(*given, mine, Linear(), Objective(LossChoice("mine")), 0.01, 0.1)[0].item()
+    weighted, sums = policy_objective(*given, mine | {"policy_weight": double(0.5, 3.0)}, Linear(), Objective(LossChoice("mine")), 0.01, 0.1)
+    assert plain - beside == pytest.approx(-2.0 + 1.0)
+    assert weighted.item() - beside == pytest.approx(0.5 * -2.0 + 3.0 * 1.0)
+    assert float(sums["policy/mine"][0]) == 1.0
+
+
 def test_a_kl_term_without_a_reference_is_told() -> None:
     with pytest.raises(TrainerError, match="ref_log_probs"):
         policy_objective(double(-1.0), None, columns(1), Linear(), Objective(LossChoice("mine")), kl_coef=0.1)

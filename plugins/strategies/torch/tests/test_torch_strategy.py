@@ -21,7 +21,7 @@ from turnwise_torch import shared
 from turnwise_torch.config import TorchConfig
 from turnwise_torch.fixtures import strategy_fixture
 from turnwise_torch.guard import out_of_memory_told
-from turnwise_torch.strategy import TorchStrategy
+from turnwise_torch.strategy import TorchStrategy, gpu_memory
 
 Build = Callable[..., TorchStrategy]
 
@@ -187,6 +187,12 @@ def test_running_out_of_memory_names_phase_role_and_keys(build: Build, update: U
         strategy.update(update)
     with pytest.raises(TrainerError, match=r"out of memory, in log-probs of actor_train\. Fix: lower actor_train\.infer_batch_size"):
         strategy.logprobs(update.rows)
+
+
+def test_the_memory_of_a_gpu_is_a_metric_and_a_cpu_has_none(build: Build, update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not [name for name in build().update(update).sums if name.startswith("system/")]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**29 if device == torch.device("cuda", 1) else 0)
+    assert gpu_memory(torch.device("cuda", 1)) == {"system/gpu_memory": (1.5, 1.0)}
 
 
 def test_the_cpus_allocator_is_recognised_and_other_errors_pass() -> None:

@@ -142,6 +142,13 @@ def test_samples_hold_every_sampled_token_once(implementation: Subject, runner: 
     assert seen == {k: ids for k, ids in expected.items() if ids}, "the rows hold other sampled tokens than the turns."
 
 
+def test_the_rows_are_as_many_as_the_manager_declares(implementation: Subject, runner: asyncio.Runner) -> None:
+    manager = build(implementation)
+    rows = len(manager.samples(play(manager, runner)[0]))
+    most = TURNS if getattr(manager, "row_per_turn", False) else 1
+    assert rows <= most, f"{rows} rows of an episode of {TURNS} turns. Fix: row_per_turn = True, by which `turnwise plan` counts rows."
+
+
 def test_a_first_prompt_over_the_limit_is_never_sent(implementation: Subject, runner: asyncio.Runner) -> None:
     manager = build(implementation)
     trajectory, sampler = play(manager, runner, limits=evolve(LIMITS, sequence_length=7))

@@ -11,6 +11,7 @@ from turnwise.testing.subject import Subject
 
 KIND = "policy_loss"
 LENGTHS = (3, 1, 5, 4)
+EXTRAS = ("scores", "trajectory_advantages")
 EXTREME_LOG_PROB, EXTREME_ADVANTAGE, CLAMP = 50.0, 1e3, 20.0
 
 
@@ -43,14 +44,18 @@ def random_columns(torch: Any, size: float = 1.0, advantage: float = 1.0) -> dic
         "coef": torch.full((count,), 1 / count, dtype=torch.float64),
     }
     sample = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    return columns | {"sample": sample, "turn": sample, "trajectory": sample // 2, "scores": (sample // 2).double()}
+    trajectory = sample // 2
+    total = torch.zeros(2, dtype=torch.float64).index_add(0, trajectory, columns["advantages"])
+    extras = {"scores": trajectory.double(), "trajectory_advantages": (total / torch.bincount(trajectory))[trajectory]}
+    return columns | {"sample": sample, "turn": sample, "trajectory": trajectory} | extras
 
 
 def view(columns: dict[str, Any]) -> LossView:
     """The view of some columns; the ratio is taken per token."""
-    known = {name: column for name, column in columns.items() if name != "scores"}
+    extras = {name: columns[name] for name in EXTRAS}
+    known = {name: column for name, column in columns.items() if name not in EXTRAS}
     ratio = (columns["log_probs"] - columns["old_log_probs"]).clamp(-CLAMP, CLAMP)
-    return LossView(log_ratio=ratio, extras={"scores": columns["scores"]}, **known)
+    return LossView(log_ratio=ratio, extras=extras, **known)
 
 
 def test_shape_and_metrics(implementation: Subject, torch: Any) -> None:

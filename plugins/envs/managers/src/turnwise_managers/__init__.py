@@ -19,6 +19,6 @@ def env_managers() -> list[Implementation]:
             "stepwise",
             target="turnwise_managers.stepwise:StepwiseManager",
             config="turnwise_managers.config:StepwiseConfig",
-            summary="each turn rendered anew from the last turns, one training sample per turn",
+            summary="each turn rendered anew from the last turns, one training sample per turn or merged run of turns",
         ),
     ]

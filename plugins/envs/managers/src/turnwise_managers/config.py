@@ -46,13 +46,17 @@ class ManagerConfig:
 
 @frozen(kw_only=True)
 class TrajectoryConfig(ManagerConfig):
-    """`history`: turns as chat messages, or the whole dialogue inside one assistant message."""
+    """`history`: turns as chat messages, or the whole dialogue inside one assistant message. `detect_drift`: render every prompt anew and
+    compare it with the tokens in use."""
 
     history: Literal["messages", "single_turn"] = field(default="messages", validator=validators.in_(("messages", "single_turn")))
+    detect_drift: bool = False
 
 
 @frozen(kw_only=True)
 class StepwiseConfig(ManagerConfig):
-    """`history_length`: how many earlier turns a prompt shows (null: all of them)."""
+    """`history_length`: how many earlier turns a prompt shows (null: all of them). `merge_steps`: join the samples of neighbouring turns
+    where prompt and response of one begin the next one's prompt."""
 
     history_length: int | None = field(default=None, validator=validators.optional(validators.ge(0)))
+    merge_steps: bool = False

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import frozen
+from attrs import asdict, frozen
 
 from turnwise.contracts.chat import Message
 from turnwise.contracts.env_manager import Episode, Sampler
 from turnwise.data.trajectory import Generation, StopReason, Trajectory, Turn, float32, int32
 from turnwise.errors import EngineError, EnvironmentFailure
 from turnwise_managers.config import ManagerConfig
+from turnwise_managers.drift import Drift
+from turnwise_managers.samples import expert_indices
 from turnwise_managers.templates import Content, Template, join_content, parse_template, text_of
 
 
@@ -59,11 +61,15 @@ class Rules:
 
 @frozen(eq=False)
 class Prompt:
-    """What one call is given: `ids` int32, or `messages` for a backend that takes those, and the indices of the images it holds."""
+    """What one call is given: `ids` int32, or `messages` for a backend that takes those, and the indices of the images it holds.
+
+    `compared`: whether it was also rendered anew; `drift`: how that rendering differs."""
 
     ids: np.ndarray | None
     messages: list[Message] | None
     images: tuple[int, ...]
+    compared: bool = False
+    drift: Drift | None = None
 
 
 class Play:
@@ -84,6 +90,7 @@ class Play:
         self._success: bool | None = None
         self._metrics: dict[str, float] = {}
         self._invalid = 0
+        self._compared = False
         self._by_content: dict[tuple[Any, ...], np.ndarray] = {}
         self._index: dict[int, int] = {}
 
@@ -138,7 +145,12 @@ class Play:
         if self.rules.pattern is not None and not action:
             self._invalid += 1
             reward += self.rules.format_penalty
-        metrics = self._take(observation, info)
+        metrics, extras = self._take(observation, info), _extras(generation, len(ids))
+        if prompt.compared:
+            metrics["drift"] = float(prompt.drift is not None)
+            self._compared = True
+        if prompt.drift is not None:
+            extras["drift"] = asdict(prompt.drift)
         self.turns.append(
             Turn(
                 prompt_ids=int32([] if prompt.ids is None else prompt.ids),
@@ -154,7 +166,7 @@ class Play:
                 finish=generation.finish,
                 images=prompt.images,
                 metrics=metrics,
-                extras=_extras(generation, len(ids)),
+                extras=extras,
             )
         )
         return "terminated" if terminated else "truncated" if truncated else None
@@ -164,6 +176,8 @@ class Play:
         metrics = dict(self._metrics)
         if self.rules.pattern is not None and self.turns:
             metrics["invalid_actions"] = self._invalid / len(self.turns)
+        if self._compared:
+            metrics["drift"] = sum(turn.metrics["drift"] for turn in self.turns) / len(self.turns)
         episode = self.episode
         return Trajectory(
             tag=episode.tag,
@@ -317,12 +331,8 @@ def _problem(generation: Generation, most: int, counted: bool) -> str:
 def _extras(generation: Generation, count: int) -> dict[str, Any]:
     """The generation's extras; expert indices are one entry per sampled token, an empty list is none at all."""
     extras = dict(generation.extras)
-    indices = extras.pop("expert_indices", None)
-    if indices is None or len(indices) == 0:
-        return extras
-    if len(indices) != count:
-        raise ValueError(f"expert_indices has {len(indices)} entries for {count} sampled tokens")
-    return extras | {"expert_indices": indices}
+    indices = expert_indices(extras.pop("expert_indices", None), count)
+    return extras if indices is None else extras | {"expert_indices": indices}
 
 
 def _parsed(key: str, text: str | None) -> Template | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+from attrs import evolve
 
 from turnwise.contracts.chat import Chat, Message
 from turnwise.contracts.env_manager import Episode, ManagerContext, Sampler
 from turnwise.data.trajectory import Sample, Trajectory, int32
 from turnwise.errors import ConfigError
 from turnwise_managers.config import TrajectoryConfig
+from turnwise_managers.drift import drift_of
 from turnwise_managers.play import Play, Prompt, Rules, play
 from turnwise_managers.samples import sample_of
 from turnwise_managers.templates import text_of
@@ -20,6 +22,7 @@ class TrajectoryManager:
     def __init__(self, config: TrajectoryConfig, context: ManagerContext) -> None:
         self.rules = Rules.of(config)
         self.single_turn = config.history == "single_turn"
+        self.detect_drift = config.detect_drift
 
     async def run(self, episode: Episode, sampler: Sampler) -> Trajectory:
         """Play the episode to its end. Raises EngineError, EnvironmentFailure, and ConfigError for what `history` cannot show."""
@@ -28,7 +31,8 @@ class TrajectoryManager:
         chat = episode.chat
         assert chat is not None, "a backend of input ids needs the chat"
         longest = episode.limits.sequence_length - 1
-        return await play(self.rules, episode, sampler, lambda state: self._ids(state, chat), longest)
+        prompt_of = self._compared if self.detect_drift else self._ids
+        return await play(self.rules, episode, sampler, lambda state: prompt_of(state, chat), longest)
 
     def samples(self, trajectory: Trajectory) -> list[Sample]:
         """The whole episode as one row; none if nothing was sampled."""
@@ -48,6 +52,16 @@ class TrajectoryManager:
         else:
             added = chat.extend(so_far, last.finish, shown, state.arrays(images))
         return Prompt(int32(np.concatenate([so_far, added])), None, last.images + images)
+
+    def _compared(self, state: Play, chat: Chat) -> Prompt:
+        """The prompt, compared with a rendering of the same conversation from its messages."""
+        prompt, told = self._ids(state, chat), self._messages(state)
+        assert prompt.ids is not None and told.messages is not None
+        inside = told.messages.pop()["content"] if self.single_turn and state.turns else ""
+        rendered = chat.render(told.messages, state.arrays(told.images), state.tools)
+        if inside:
+            rendered = np.concatenate([rendered, chat.continue_text(rendered, inside)])
+        return evolve(prompt, compared=True, drift=drift_of(chat, prompt.ids, rendered))
 
     def _messages(self, state: Play) -> Prompt:
         if not self.single_turn or not state.turns:

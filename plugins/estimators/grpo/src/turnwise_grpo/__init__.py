@@ -5,7 +5,7 @@ from turnwise.hookspecs import Implementation, hookimpl
 
 @hookimpl
 def advantage_estimators() -> list[Implementation]:
-    """Five estimators, each a page."""
+    """Seven estimators, each a page."""
     return [
         Implementation(
             "grpo",
@@ -36,5 +36,17 @@ def advantage_estimators() -> list[Implementation]:
             "turnwise_grpo.reinforce_plus_plus_baseline:ReinforcePlusPlusBaseline",
             config="turnwise_grpo.config:ScoreConfig",
             summary="the score minus its group's mean, whitened over the step",
+        ),
+        Implementation(
+            "step_reinforce",
+            "turnwise_grpo.step_reinforce:StepReinforce",
+            config="turnwise_grpo.config:StepConfig",
+            summary="each turn's discounted return, normalised over turns",
+        ),
+        Implementation(
+            "agentic_reinforce",
+            "turnwise_grpo.agentic_reinforce:AgenticReinforce",
+            config="turnwise_grpo.config:ReturnConfig",
+            summary="each turn's token rewards and the discounted return of the next turn",
         ),
     ]

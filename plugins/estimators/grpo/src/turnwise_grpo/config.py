@@ -19,10 +19,23 @@ class ScoreConfig:
 
 @frozen
 class ReturnConfig:
-    """Options of the estimators that discount over tokens: `reinforce`, `reinforce_plus_plus`.
+    """Options of the estimators of token rewards: `reinforce`, `reinforce_plus_plus`, `agentic_reinforce`.
 
-    `gamma`: the discount per sampled token, in [0, 1]. `reward_normalization`: as in `ScoreConfig`, applied to token rewards; None: `identity`.
+    `gamma`: the discount per sampled token (`agentic_reinforce`: per segment), in [0, 1].
+    `reward_normalization`: as in `ScoreConfig`, applied to token rewards; None: `identity`.
     """
 
     gamma: float = field(default=1.0, validator=[validators.ge(0.0), validators.le(1.0)])
+    reward_normalization: RewardNormalization | None = None
+
+
+@frozen
+class StepConfig:
+    """Options of `step_reinforce`.
+
+    `step_reward_gamma`: the discount per turn, in [0, 1]. `reward_normalization`: how the turns' returns are normalised, over turns; None:
+    `mean` in `traj_group_id`.
+    """
+
+    step_reward_gamma: float = field(default=0.95, validator=[validators.ge(0.0), validators.le(1.0)])
     reward_normalization: RewardNormalization | None = None

@@ -75,7 +75,9 @@ class ChartLogger:
     def _panel(self, axes: Any, names: list[str]) -> None:
         for name in names:
             steps, values = zip(*self._points[name], strict=True)
-            axes.plot(steps, values, label=name, marker="o" if len(steps) < 30 else None, markersize=4)
+            # a line between two evaluations would look like a curve that nobody measured
+            style = "none" if len(steps) < 3 else "-"
+            axes.plot(steps, values, label=name, linestyle=style, marker="o" if len(steps) < 30 else None, markersize=4)
         axes.legend(loc="best", fontsize=8)
         axes.grid(alpha=0.3)
         axes.set_xlabel("step")

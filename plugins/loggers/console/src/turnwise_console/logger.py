@@ -78,7 +78,7 @@ class ConsoleLogger:
         self._console.print(text, soft_wrap=True, highlight=False)
 
     def trajectories(self, step: int, split: str, trajectories: Sequence[Trajectory]) -> None:
-        """Trajectories are not shown here; `turnwise rollout` and `turnwise view` print them."""
+        """Trajectories are not shown here; `turnwise rollout` prints some."""
 
     def artifact(self, step: int, name: str, path: Path) -> None:
         """Name the file that was made."""

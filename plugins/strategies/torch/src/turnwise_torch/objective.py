@@ -118,13 +118,16 @@ def policy_objective(
     entropy_coef: float = 0.0,
     kl_coef: float = 0.0,
 ) -> tuple[Tensor, Sums]:
-    """(Σ coef·(loss − entropy_coef·entropy + kl_coef·kl), metric sums (Σ w·m·x, Σ w·m) by name), 0-dim tensors.
+    """(Σ coef·(policy_weight·loss − entropy_coef·entropy + kl_coef·kl), metric sums (Σ w·m·x, Σ w·m) by name), 0-dim tensors.
 
     `log_probs` [r] with gradient, `entropy` [r] or None; `columns` [r] hold coef, weight (w·m), advantages, sample, turn, trajectory and
-    what else the batch carries. Sums are float64. Micro-batches and ranks add up: nothing here divides.
+    what else the batch carries; `policy_weight` is 1 where there is no such column. Sums are float64.
+    Micro-batches and ranks add up: nothing here divides.
     """
     view = loss_view(log_probs, entropy, columns, objective.ratio_type)
     per_token, metrics = loss.loss(view)
+    if "policy_weight" in columns:
+        per_token = columns["policy_weight"] * per_token
     with torch.no_grad():
         ratio = view.log_ratio.exp()
         shown = {"ratio_mean": ratio, "approx_kl": torch.expm1(view.log_ratio) - view.log_ratio, **metrics}

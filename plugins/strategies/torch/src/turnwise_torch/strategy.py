@@ -34,6 +34,8 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.js
 class TorchStrategy:
     """Actor, critic (`head: value`) or reference (`trainable: false`) in this process (see turnwise.contracts.train)."""
 
+    transports: tuple[str, ...] = ("shared", "safetensors")
+
     def __init__(self, config: TorchConfig | None, context: TrainContext) -> None:
         self.config = config or TorchConfig()
         self.context = context
@@ -42,7 +44,8 @@ class TorchStrategy:
             raise ConfigError([line.removeprefix("machine: ") for line in problems])
         torch.manual_seed(context.seed)  # for policy losses that draw random numbers; nothing here does
         self.device = device_of(context)
-        self.transports: tuple[str, ...] = ("shared", "safetensors") if context.head == "lm" else ()
+        if context.head != "lm":
+            self.transports = ()
         with out_of_memory_told("loading the model", context.role, train=False):
             self.model = self._load_model(context.dtype).to(self.device)
             if context.head == "lm":
@@ -122,7 +125,7 @@ class TorchStrategy:
                     self.optimizer.step(update.lr)
         finally:
             self.optimizer.clear()
-        return UpdateResult(loss=loss, grad_norm=norm, sums=sums)
+        return UpdateResult(loss=loss, grad_norm=norm, sums={**sums, **gpu_memory(self.device)})
 
     def _backward(self, update: Update, columns: Mapping[str, np.ndarray]) -> tuple[float, dict[str, tuple[float, float]]]:
         """Accumulate the gradient of the objective over all micro-batches; its value and the metric sums."""
@@ -277,6 +280,11 @@ class TorchStrategy:
 def device_of(context: TrainContext) -> torch.device:
     """The role's GPU if it has one and CUDA works here, else the CPU."""
     return torch.device("cuda", context.devices[0]) if context.devices and torch.cuda.is_available() else torch.device("cpu")
+
+
+def gpu_memory(device: torch.device) -> dict[str, tuple[float, float]]:
+    """The metric `system/gpu_memory`, as a sum: the most GiB that torch has held on the device so far; nothing on a CPU."""
+    return {"system/gpu_memory": (torch.cuda.max_memory_allocated(device) / 2**30, 1.0)} if device.type == "cuda" else {}
 
 
 def _remove(folder: Path | None) -> None:

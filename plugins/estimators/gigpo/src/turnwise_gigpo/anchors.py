@@ -1,0 +1,95 @@
+"""Anchor groups: which turns of a trajectory group began in the same state."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence, Set
+from difflib import SequenceMatcher
+from typing import Any
+
+import numpy as np
+
+PLAIN = frozenset({str, int, bool, bytes, type(None)})
+"""Types whose values are hashable and compare as one expects, once the type stands beside them."""
+
+
+def anchor_groups(anchors: np.ndarray, group: np.ndarray, similarity_threshold: float | None = None) -> np.ndarray:
+    """int64 [K]: a label per turn; two turns have the same one if and only if their `group` and their anchor are the same.
+
+    `anchors` object [K], `group` int [K], in (trajectory, turn) order. Type and shape are kept apart: 1, True and 1.0 are three states, arrays
+    of other shapes or dtypes are others. With a threshold, texts of a group are clustered as `cluster_texts` says. Raises ValueError for an
+    anchor that cannot be hashed.
+    """
+    codes, keys = _factorised(anchors)
+    _, where = np.unique(group, return_inverse=True)
+    labels: np.ndarray = where.astype(np.int64) * max(1, len(keys)) + codes
+    if similarity_threshold is None:
+        return labels
+    distinct, first, back = np.unique(labels, return_index=True, return_inverse=True)
+    texts: dict[int, list[int]] = {}
+    for entry in np.argsort(first):  # in the order in which a (group, anchor) pair is met first
+        if isinstance(anchors[first[entry]], str):
+            texts.setdefault(int(where[first[entry]]), []).append(int(entry))
+    for entries in texts.values():
+        clusters = cluster_texts([anchors[first[entry]] for entry in entries], similarity_threshold)
+        distinct[entries] = distinct[entries][clusters]
+    return distinct[back]
+
+
+def cluster_texts(texts: Sequence[str], threshold: float) -> list[int]:
+    """For each of the distinct `texts` the index of the first text of its cluster.
+
+    Greedy, in order: a text joins the first cluster whose first text it resembles with difflib's ratio ≥ threshold, else it opens one.
+    """
+    clusters: list[tuple[int, SequenceMatcher[str]]] = []
+    out = []
+    for i, text in enumerate(texts):
+        for first, matcher in clusters:
+            matcher.set_seq1(text)
+            # the two quick ones are upper bounds of the third, which takes quadratic time
+            if matcher.real_quick_ratio() >= threshold and matcher.quick_ratio() >= threshold and matcher.ratio() >= threshold:
+                out.append(first)
+                break
+        else:
+            clusters.append((i, SequenceMatcher(None, "", text)))  # difflib prepares its second text once
+            out.append(i)
+    return out
+
+
+def _factorised(anchors: np.ndarray) -> tuple[np.ndarray, dict[Hashable, int]]:
+    """A number per anchor, equal for equal ones, and the numbers by key: the one pass in Python."""
+    seen: dict[Hashable, int] = {}
+    number = seen.setdefault
+    codes = [number((type(a), a) if type(a) in PLAIN else anchor_key(a), len(seen)) for a in anchors]
+    return np.array(codes, np.int64), seen
+
+
+def anchor_key(anchor: Any) -> Hashable:
+    """A hashable key: equal for two anchors if and only if type, shape and content are equal. Raises ValueError."""
+    kind = type(anchor)
+    if kind in PLAIN:
+        return kind, anchor
+    if isinstance(anchor, np.ndarray):
+        content = anchor_key(anchor.tolist()) if anchor.dtype.hasobject else _digest(anchor)
+        return kind, anchor.dtype.str, anchor.shape, content
+    if isinstance(anchor, float | np.floating):
+        return kind, "nan" if np.isnan(anchor) else anchor  # a NaN equals nothing, not even itself
+    if isinstance(anchor, Mapping):
+        return kind, frozenset((anchor_key(k), anchor_key(v)) for k, v in anchor.items())
+    if isinstance(anchor, Set):
+        return kind, frozenset(anchor_key(item) for item in anchor)
+    if isinstance(anchor, list | tuple):
+        return kind, tuple(anchor_key(item) for item in anchor)
+    try:
+        hash(anchor)
+    except TypeError as error:
+        raise ValueError(
+            f"gigpo cannot compare states of the type {kind.__qualname__} ({anchor!r:.80}). Fix: give info['state_key'] as text, numbers, an array, "
+            "or a tuple of them"
+        ) from error
+    return kind, anchor
+
+
+def _digest(array: np.ndarray) -> bytes:
+    """128 bits of the content: an image need not be kept twice."""
+    return hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).digest()

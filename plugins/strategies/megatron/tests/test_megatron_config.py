@@ -1,0 +1,57 @@
+"""The options of Megatron: how devices divide, bytes by hand, and the refusal to run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise.contracts.train import TrainContext
+from turnwise.errors import ConfigError
+from turnwise_megatron import train_strategies
+from turnwise_megatron.config import MegatronConfig
+from turnwise_megatron.strategy import MegatronStrategy
+
+
+def config(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, **more: Any) -> MegatronConfig:
+    return MegatronConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp, expert_model_parallel_size=ep, **more
+    )
+
+
+@pytest.mark.parametrize(("sizes", "world", "data"), [((1, 1, 1), 4, 4), ((2, 1, 1), 16, 8), ((2, 2, 2), 16, 2), ((2, 2, 1, 4), 16, 4)])
+def test_the_data_parallel_size_is_what_model_parallelism_leaves(sizes: tuple[int, ...], world: int, data: int) -> None:
+    assert config(*sizes).data_parallel_size(world) == data
+
+
+@pytest.mark.parametrize(("sizes", "text"), [((4, 1, 1), "6 devices are not divisible by tensor"), ((1, 1, 1, 4), "expert_model_parallel_size 4")])
+def test_devices_that_cannot_be_divided_are_an_error(sizes: tuple[int, ...], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        config(*sizes).data_parallel_size(6)
+
+
+def test_bytes_by_hand() -> None:
+    facts = {"parameters": 1600, "dtype": "bf16", "world": 16, "activations": 64, "activations_kept": 640}
+    one = config(tp=2, sequence_parallel=True, recompute_granularity="full").memory(facts)
+    assert one == {"weights": 800 * 2, "gradients": 800 * 4, "optimizer": 800 * 12 // 8, "activations": 32}
+    whole = config(tp=2, use_distributed_optimizer=False, recompute_granularity="full").memory(facts)
+    assert whole == {"weights": 1600, "gradients": 3200, "optimizer": 9600, "activations": 64}
+    assert config(cp=2).memory(facts)["activations"] == 320  # nothing is recomputed
+    assert config(cp=2).memory(facts)["optimizer"] == 1600 * 12 // 16  # sharded over data and context parallel ranks
+    frozen = config(tp=2, recompute_granularity="full").memory({**facts, "trainable": False})
+    assert (frozen["gradients"], frozen["optimizer"]) == (0, 0)
+
+
+def test_the_names_of_the_field_answer() -> None:
+    (record,) = train_strategies()
+    assert record.requires == ("megatron",)
+    assert record.aliases == ("megatron_train", "megatron_infer")
+
+
+def test_it_refuses_to_run_in_one_line() -> None:
+    context = TrainContext(model=Path("m"), role="actor_train")
+    (line,) = MegatronStrategy.check(MegatronConfig(), context)
+    assert line.startswith("strategy megatron cannot run in this version, it plans only. Fix: ")
+    with pytest.raises(ConfigError, match="plans only"):
+        MegatronStrategy(MegatronConfig(), context)

@@ -1,0 +1,46 @@
+"""The options of vLLM under its own names (strategy_config), and their arithmetic for `plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import field, frozen, validators
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+RUNTIME_BYTES = 1_500_000_000
+"""What the engine holds beside weights and cache: CUDA context, graphs, workspaces (an estimate)."""
+
+
+@frozen
+class VllmConfig:
+    """vLLM's engine arguments by their own names; those without a field here are collected in `engine_args`."""
+
+    tensor_parallel_size: int = field(default=1, validator=validators.ge(1))
+    pipeline_parallel_size: int = field(default=1, validator=validators.ge(1))
+    gpu_memory_utilization: float = field(default=0.9, validator=[validators.gt(0), validators.le(1)])
+    block_size: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
+    load_format: str = "auto"
+    enable_prefix_caching: bool | None = None
+    max_model_len: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
+    max_num_batched_tokens: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
+    enforce_eager: bool = False
+    limit_mm_per_prompt: Mapping[str, Any] = field(factory=dict)
+    engine_args: Mapping[str, Any] = field(factory=dict)
+
+    def data_parallel_size(self, world: int) -> int:
+        """How many engines `world` devices hold. Raises ValueError where they cannot be divided so."""
+        parts = self.tensor_parallel_size * self.pipeline_parallel_size
+        if world % parts:
+            sizes = f"tensor_parallel_size {self.tensor_parallel_size} × pipeline_parallel_size {self.pipeline_parallel_size}"
+            raise ValueError(f"{world} devices are not divisible by {sizes}")
+        return world // parts
+
+    def memory(self, facts: Mapping[str, Any]) -> dict[str, int]:
+        """Bytes on one device while sampling: `weights`, `kv_cache` and what the engine needs itself (`activations`).
+
+        `facts`: `parameters` (a count), `dtype`, `device_bytes` (memory of one device). The cache gets what gpu_memory_utilization leaves.
+        """
+        weights = int(facts["parameters"]) * BYTES[facts["dtype"]] // (self.tensor_parallel_size * self.pipeline_parallel_size)
+        cache = int(self.gpu_memory_utilization * facts["device_bytes"]) - weights - RUNTIME_BYTES
+        return {"weights": weights, "kv_cache": max(0, cache), "activations": RUNTIME_BYTES}
