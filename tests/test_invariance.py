@@ -131,7 +131,7 @@ class Double:
                 for responses, *outputs in passes:
                     leaves = [x.detach().requires_grad_() for x in outputs]
                     tensors = column_tensors(columns, responses, leaves[0])
-                    value, _ = policy_objective(*leaves, tensors, built, wanted, mine.entropy_coef, mine.kl_coef)
+                    value, _ = policy_objective(leaves[0], leaves[1], tensors, built, wanted, mine.entropy_coef, mine.kl_coef)
                     slopes = torch.autograd.grad(value, leaves)
                     parts = torch.autograd.grad(outputs, self.parameters, slopes, retain_graph=True)
                     flat = torch.cat([part.flatten() for part in parts])
@@ -245,8 +245,8 @@ def test_two_ranks_have_the_gradient_of_one(model: Path, whole_double: dict[str,
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
-    for rank in range(2):
-        summed = torch.load(tmp_path / f"{rank}.pt")
+    for number in range(2):
+        summed = torch.load(tmp_path / f"{number}.pt")
         assert_same(summed["double"], whole_double, 1e-10)
         assert_same(summed["single"], whole_single, 1e-6)
 

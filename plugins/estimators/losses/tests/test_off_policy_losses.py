@@ -27,7 +27,7 @@ def double(*values: float) -> Tensor:
 def view(log_probs: Tensor, old: Tensor, advantages: Tensor, **columns: Any) -> LossView:
     """Tokens of one segment of one row, unless `columns` say otherwise; the sampler's log-probs are the old ones, the ratio is per token."""
     zeros = torch.zeros(len(log_probs), dtype=torch.int64)
-    extras = {name: columns.pop(name) for name in ("scores", "trajectory_advantages") if name in columns}
+    extras: dict[str, Any] = {name: columns.pop(name) for name in ("scores", "trajectory_advantages") if name in columns}
     base: dict[str, Any] = {"sample": zeros, "turn": zeros, "trajectory": zeros, "infer_log_probs": old, "coef": torch.ones_like(old)}
     ratio = (log_probs - old).clamp(-20, 20)
     everything = base | columns
