@@ -94,7 +94,7 @@ def errors(run: Any, result: Result, code: int) -> list[str]:
         ("max_stepps=3", ["$.max_stepps", "Did you mean 'max_steps'?"]),
         ("max_steps=many", ["$.max_steps", "'many' is text, a whole number is needed"]),
         ("actor_train.training_args.learning_rate=[1]", ["$.actor_train.training_args.learning_rate", "a number is needed"]),
-        ("adv_estimator=fake_estimater", ["Did you mean 'fake_estimator'?", "Installed: fake_estimator, grpo"]),
+        ("adv_estimator=fake_estimater", ["Did you mean 'fake_estimator'?", "Installed: agentic_reinforce, fake_estimator, gae"]),
         ("custom_envs.Count.env_type=frozen_lak", ["$.custom_envs.Count.env_type", "Did you mean 'frozen_lake'?"]),
         ("custom_envs.Count.env_config={lenght: 3}", ["no option 'lenght'. Did you mean 'length'?"]),
         ("plugins=[turnwise.testing.plugin, turnwise-nowhere, turnwise-noplace>=2]", ["Fix: pip install 'turnwise-nowhere' 'turnwise-noplace>=2'"]),

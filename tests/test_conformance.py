@@ -10,8 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from turnwise.plugins import registry
+
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = ["local", *(tomllib.loads(p.read_text(encoding="utf-8"))["project"]["name"] for p in sorted(ROOT.glob("plugins/*/*/pyproject.toml")))]
+
+
+def runs(distribution: str) -> bool:
+    """Whether something in it can run: what only plans refuses to be built."""
+    return any(e.distribution == distribution and not e.implementation.plans_only for e in registry().entries())
+
+
+NAMES = [
+    "local",
+    *(name for p in sorted(ROOT.glob("plugins/*/*/pyproject.toml")) if runs(name := tomllib.loads(p.read_text(encoding="utf-8"))["project"]["name"])),
+]
 KIT = """
 import json, sys
 from turnwise.errors import TurnwiseError

@@ -128,7 +128,7 @@ def test_updates_of_every_policy_where_turns_are_rows() -> None:
 
 @pytest.mark.parametrize("loss", ["tis", "topr", "cispo", "kimi15", "gspo", "gmpo", "sapo"])
 def test_the_off_policy_example_is_planned_with_every_loss(loss: str) -> None:
-    done = turnwise("plan", EXAMPLES / "frozen_lake_off_policy.yaml", "--json", f"pg_variant={loss}")
+    done = turnwise("plan", EXAMPLES / "off_policy.yaml", "--json", f"pg_variant={loss}")
     assert done.exit_code == 0, done.stderr
     values = json.loads(done.stdout)
     assert values["updates_per_step"] == [8, 8]

@@ -221,7 +221,7 @@ class Pipeline:
         task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
+            if task.done() and (task.exception() is not None or not self._stop.is_set()):
                 return task.result()
         finally:
             for one in (task, stop):
