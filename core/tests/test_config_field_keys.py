@@ -229,7 +229,7 @@ REFUSED: list[tuple[str, list[str], str]] = [  # the key, overrides, the message
     ("train_infer_correction.is_weight.weight_type", ["train_infer_correction={is_weight: {weight_type: turn}}"],
      "'turn' is none of 'token', 'segment'"),
     ("train_infer_correction.is_weights", ["train_infer_correction={is_weights: {}}"], "unknown key 'is_weights'. Did you mean 'is_weight'?"),
-    ("rollout_mock", ["rollout_mock.enable=true"], "says not where the rollouts are. Fix: rollout_mock: {enable: true, mode: dump, dump_dir: FOLDER}"),
+    ("rollout_mock", ["rollout_mock.enable=true"], "not where the rollouts are. Fix: rollout_mock: {enable: true, mode: dump, dump_dir: FOLDER}"),
     (f"{TRAIN}.model_args.lora_rank", [f"{TRAIN}.model_args.lora_rank=8"], f"LoRA {LATER}"),
     (f"{TRAIN}.model_args.lora_alpha", [f"{TRAIN}.model_args.lora_alpha=8"], f"LoRA {LATER}"),
     (f"{TRAIN}.model_args.lora_target", [f"{TRAIN}.model_args.lora_target=all-linear"], f"LoRA {LATER}"),
