@@ -104,6 +104,8 @@ def test_a_required_key_that_is_missing_is_named(run_yaml: Run) -> None:
         ("a: [1, 2\nb: 3\n", "run.yaml:2: not valid YAML"),
         ("a: 1\nb: {c: 1, d: 2,\n  c: 3}\na: 2\n", "run.yaml:4: the key 'a' stands here and in line 1. Fix: keep one"),
         ("a: &x\n  b: *x\n", "run.yaml:1: an anchor refers to itself"),
+        ("a: 1\nb: x\0y\n", "run.yaml:2: not valid YAML: the character '\\x00' is not allowed. Fix: save the file as UTF-8 text"),
+        (f"a: 1\nb: {'9' * 5000}\n", "run.yaml:2: not valid YAML: Exceeds the limit (4300 digits)"),
         ("a: !!python/object:os.system {}\n", "run.yaml:1: not valid YAML: could not determine a constructor"),
         ("? [1, 2]\n: 3\n", "run.yaml:1: not valid YAML: a key must be text"),
     ],

@@ -44,6 +44,7 @@ CRITIC = "critic: {training_args: {per_device_train_batch_size: 16}}\n"
         ("", ["actor_infer.generating_args.temperature=-1"], "-1.0: temperature must not be negative"),
         ("", ["ppo_epochs=0"], "$.ppo_epochs: 0: ppo_epochs must be positive"),
         ("", ["max_steps=0"], "$.max_steps: 0: max_steps must be positive"),
+        ("", ["seed=9223372036854775808"], "$.seed: 9223372036854775808: seed must be below 2^63. Fix:"),
         ("", ["save_steps=-1"], "$.save_steps: -1: save_steps must not be negative"),
         ("", ["gamma=1.5"], "$.gamma: 1.5: gamma must be between 0 and 1"),
         ("", ["train_env_manager.max_env_failure_rate=1"], "1.0: max_env_failure_rate must be at least 0 and below 1"),

@@ -208,6 +208,30 @@ def batch_adjusts():
     assert only(found(path).config) == "batch_adjust_mode picky: U = 2 of 4 does not suit. Fix: another"
 
 
+@pytest.mark.parametrize(
+    ("hook", "key", "kind"),
+    [
+        ("policy_losses", "pg_variant", "policy_loss"),
+        ("advantage_estimators", "adv_estimator", "advantage_estimator"),
+        ("loggers", "track_with", "logger"),
+    ],
+)
+def test_a_constructor_that_does_not_take_config_and_context_is_told_with_the_plugin(
+    toy: Toy, tmp_path: Path, hook: str, key: str, kind: str
+) -> None:
+    body = f"class Odd:\n    pass\n@turnwise.hookimpl\ndef {hook}():\n    return [Implementation('odd', Odd)]\n"
+    path = toy(plugins=plugin(tmp_path, body), **{key: ["odd"] if key == "track_with" else "odd"})
+    line = only(found(path).config)
+    assert line == f"{kind} 'odd' (from ./more.py) cannot be built with (config, context): too many positional arguments. Fix: repair the plugin."
+
+
+def test_an_estimator_whose_constructor_fails_is_told_with_the_plugin(toy: Toy, tmp_path: Path) -> None:
+    body = "class Odd:\n    def __init__(self, config, context):\n        raise KeyError('x')\n"
+    body += "@turnwise.hookimpl\ndef advantage_estimators():\n    return [Implementation('odd', Odd)]\n"
+    line = only(found(toy(plugins=plugin(tmp_path, body), adv_estimator="odd")).config)
+    assert line == "advantage_estimator 'odd' (from ./more.py) cannot be built: KeyError: 'x'. Fix: repair the plugin, or its options."
+
+
 def test_a_baseline_must_be_a_player(toy: Toy) -> None:
     assert found(toy(baselines=["first"])).config == []
     line = only(found(toy(baselines=["first", "fake"])).config)
@@ -220,6 +244,23 @@ def test_an_environment_that_cannot_be_built_is_told_with_its_options(toy: Toy, 
     envs = {"Toy": {"env_type": "bad", "env_manager": "fake", "env_config": {"size": 3}}}
     line = only(found(toy(plugins=plugin(tmp_path, bad), custom_envs=envs)).config)
     assert line.startswith("custom_envs.Toy: the environment 'bad' cannot be built with env_config {'size': 3}: ValueError: size must be even. Fix:")
+
+
+def environment(body: str) -> str:
+    return f"class Bad:\n{body}@turnwise.hookimpl\ndef environments():\n    return [Implementation('bad', Bad)]\n"
+
+
+@pytest.mark.parametrize("close", ["def close(self):\n        raise RuntimeError('closed')\n", "async def close(self):\n        pass\n"])
+def test_an_environment_that_cannot_be_closed_is_still_one_to_play(toy: Toy, tmp_path: Path, close: str) -> None:
+    envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
+    assert found(toy(plugins=plugin(tmp_path, environment(f"    {close}")), custom_envs=envs)).config == []
+
+
+def test_an_environment_whose_constructor_exits_is_told_and_ends_nothing(toy: Toy, tmp_path: Path) -> None:
+    envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
+    body = "    def __init__(self):\n        raise SystemExit(0)\n"
+    line = only(found(toy(plugins=plugin(tmp_path, environment(body)), custom_envs=envs)).config)
+    assert line.startswith("custom_envs.Toy: the environment 'bad' cannot be built with env_config {}: SystemExit: 0. Fix:")
 
 
 def test_a_model_that_is_not_there_is_told_when_the_rest_is_right(toy: Toy) -> None:

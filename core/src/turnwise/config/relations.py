@@ -37,6 +37,7 @@ TOP_P: tuple[str, ...] = ("ROLE.generating_args.top_p", "MANAGER.generating_args
 RANGES: tuple[tuple[tuple[str, ...], Check, str], ...] = (
     (POSITIVE, lambda v: 0 < v < math.inf, "must be positive"),
     (NOT_NEGATIVE, lambda v: 0 <= v < math.inf, "must not be negative"),
+    (("seed", "val_seed"), lambda v: v < 2**63, "must be below 2^63"),
     (SHARES, lambda v: 0 <= v <= 1, "must be between 0 and 1"),
     (TOP_P, lambda v: 0 < v <= 1, "must be above 0 and at most 1 (1 switches it off)"),
     (("MANAGER.max_env_failure_rate",), lambda v: 0 <= v < 1, "must be at least 0 and below 1 (at 1 a broken environment would be tried for ever)"),

@@ -79,7 +79,13 @@ def parse_value(text: str) -> Any:
 
 
 def _parse(text: str, found: YamlFile) -> Any:
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        bad = f"the character {text[error.position]!r} is not allowed"
+        found.problems.append(f"{found.name}:{line}: not valid YAML: {bad}. Fix: save the file as UTF-8 text")
+        return None
     try:
         node = loader.get_single_node()
         return None if node is None else _build(loader, node, (), found, ())
@@ -111,7 +117,7 @@ def _build(loader: Any, node: Any, path: Path, found: YamlFile, around: tuple[in
     if isinstance(node, yaml.SequenceNode):
         return [_build(loader, child, (*path, i), found, around) for i, child in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
-        return loader.construct_object(node, deep=True)
+        return _scalar(loader, node)
     own = found.own_keys.setdefault(id(node), [key for key, _ in node.value])  # before `<<` brings others, which may be written over
     loader.flatten_mapping(node)
     result: dict[Hashable, Any] = {}
@@ -128,9 +134,16 @@ def _build(loader: Any, node: Any, path: Path, found: YamlFile, around: tuple[in
     return result
 
 
+def _scalar(loader: Any, node: Any) -> Any:
+    try:
+        return loader.construct_object(node, deep=True)
+    except ValueError as error:  # a whole number of thousands of digits
+        raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
+
+
 def _key(loader: Any, node: Any) -> Hashable:
     """Text and integers stay; `on`, `no`, `1.5` as keys are the text that was typed."""
     if not isinstance(node, yaml.ScalarNode):
         raise yaml.constructor.ConstructorError(None, None, "a key must be text", node.start_mark)
-    value = loader.construct_object(node, deep=True)
+    value = _scalar(loader, node)
     return value if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)) else str(node.value)

@@ -45,7 +45,8 @@ class Objective:
 @frozen
 class TrainContext:
     """What a strategy is built with. `trainable` False: a frozen reference without an optimizer. `temperature`: that of sampling;
-    all log-probs are of log_softmax(logits / temperature). Rates come with each update; the optimizer's other settings are here."""
+    all log-probs are of log_softmax(logits / temperature). Rates come with each update; the optimizer's other settings are here.
+    With `use_sequence_packing` both token budgets are given, and several samples stand in one row."""
 
     model: Path
     role: str
@@ -64,6 +65,7 @@ class TrainContext:
     infer_batch_size: int = 1
     max_tokens_per_microbatch_in_train: int | None = None
     max_tokens_per_microbatch_in_infer: int | None = None
+    use_sequence_packing: bool = False
 
 
 class TrainStrategy(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ from turnwise.errors import ConfigError, PluginError
 from turnwise.pipeline.texts import environment_texts
 from turnwise.plugins import registry
 from turnwise.rollout import RolloutSettings, Scheduler, TagPlan
+from turnwise.rollout.process import one_line
+
+log = logging.getLogger(__name__)
 
 
 @frozen
@@ -104,16 +109,25 @@ def _num_tasks(builder: EnvironmentBuilder, tag: str) -> int | None:
         environment = builder()
     except PluginError:
         raise
-    except Exception as error:  # a stranger's constructor may raise anything
+    except (Exception, SystemExit) as error:  # a stranger's constructor may raise anything
         raise ConfigError(
             f"custom_envs.{tag}: the environment {builder.name!r} cannot be built with env_config {dict(builder.options)}: "
             f"{type(error).__name__}: {error}. Fix: correct env_config."
         ) from error
     count = getattr(environment, "num_tasks", None)
-    close = getattr(environment, "close", None)
-    if close is not None:
-        close()
+    _close(environment, tag)
     return count
+
+
+def _close(environment: Any, tag: str) -> None:
+    """Close an environment that was built to be looked at; an error in it is logged, as it is in a run."""
+    try:
+        closing = environment.close() if hasattr(environment, "close") else None
+    except (Exception, SystemExit) as error:
+        log.warning("%s.close raised %s", tag, one_line(error))
+        return
+    if inspect.iscoroutine(closing):  # nothing was started that it would have to end
+        closing.close()
 
 
 def scheduler(config: RunConfig, base: Path, backend: InferenceBackend, chat: Chat | None, *, evaluation: bool) -> Scheduler:
@@ -148,7 +162,7 @@ def texts(config: RunConfig, base: Path) -> Iterable[Message]:
     """Every text that the environments and their managers would show a model in a few random episodes."""
     managers = [m for m in (config.train_env_manager, config.val_env_manager) if m is not None]
     args = config.actor_infer.generating_args
-    plans = {plan.tag: plan for m in managers for plan in tag_plans(config, m, args, base)}
+    plans = {plan.tag: (plan, m) for m in managers for plan in tag_plans(config, m, args, base)}
     return environment_texts(list(plans.values()), seed=config.seed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import tempfile
@@ -22,6 +23,7 @@ from turnwise.pipeline import assembly, checkpoint, mock
 from turnwise.pipeline.old_logprobs import COMPARES_WITH_ITSELF
 from turnwise.pipeline.updates import schedule_of
 from turnwise.plugins import registry
+from turnwise.rollout.process import one_line
 
 
 @frozen
@@ -199,16 +201,34 @@ def _other_problems(config: RunConfig) -> Iterator[str]:
             continue
         try:
             entry = registry().find(kind, choice.name)
-            if not entry.missing:
-                entry.target()
-                if kind in contexts:
-                    assembly.build(kind, choice, contexts[kind])
+            if entry.missing:
+                continue
+            target = entry.target()
+            odd = "" if kind in ("environment", "env_manager") else _signature_problem(target, choice)
+            if odd:
+                yield f"{kind} {choice.name!r} (from {entry.owner}) cannot be built with (config, context): {odd}. Fix: repair the plugin."
+            elif kind in contexts:
+                assembly.build(kind, choice, contexts[kind])
         except TurnwiseError as error:
             yield from str(error).split("\n")
+        except Exception as error:  # a stranger's constructor may raise anything
+            yield f"{kind} {choice.name!r} (from {entry.owner}) cannot be built: {one_line(error)}. Fix: repair the plugin, or its options."
     for choice in config.baselines:
         target = _target("inference_backend", choice)
         if target is not None and getattr(target, "input", "ids") != "messages":
             yield f"$.baselines: {choice.name!r} needs a model, so it is no baseline. Fix: name players, such as random."
+
+
+def _signature_problem(target: Any, choice: Choice) -> str:
+    """Why `target` cannot be called as plugins are, or the empty string."""
+    options = choice.options if choice.config is None else {}
+    try:
+        inspect.signature(target).bind(choice.config, None, **options)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # a class that tells no signature
+        return ""
+    return ""
 
 
 def _devices(role: str, mapping: tuple[int, ...]) -> list[str]:

@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from attrs import evolve
 
+from turnwise.config.schema import EnvManagerConfig
 from turnwise.contracts.chat import Message
 from turnwise.contracts.inference import Request
 from turnwise.contracts.player import Player, chosen
 from turnwise.data.trajectory import Generation
+from turnwise.errors import EnvironmentFailure
 from turnwise.rollout import RolloutSettings, Scheduler, TagPlan
 
 EPISODES = 64
@@ -35,17 +37,23 @@ class _Recorder(Player):
         return chosen(str(rng.choice(request.actions)) if request.actions else "")
 
 
-def environment_texts(plans: Sequence[TagPlan], seed: int) -> list[Message]:
-    """Every distinct text, as a message with its role, of `EPISODES` random episodes of each plan, in the order seen."""
+def environment_texts(plans: Sequence[tuple[TagPlan, EnvManagerConfig]], seed: int) -> list[Message]:
+    """Every distinct text, as a message with its role, of `EPISODES` random episodes of each plan, in the order seen.
+
+    The timeouts, the retries and the failure rate are those of the plan's manager. Raises EnvironmentFailure past that rate.
+    """
     found: list[tuple[str, str]] = []
 
     async def play() -> None:
-        for plan in plans:
+        for plan, manager in plans:
             recorder = _Recorder()
             few = evolve(plan, groups=EPISODES, group_size=1)
-            scheduler = Scheduler([few], RolloutSettings(seed=seed, max_env_failure_rate=0.5, max_concurrent=1), recorder, None)
+            scheduler = Scheduler([few], _settings(manager, seed), recorder, None)
             try:
                 await scheduler.next_batch(0, version=0)
+            except EnvironmentFailure as failure:
+                what = f"random episodes of {plan.tag}, from which the recipe's tokenizer learns: {failure}"
+                raise EnvironmentFailure(what) from failure
             finally:
                 await scheduler.close()
             found.extend(recorder.texts)
@@ -53,3 +61,14 @@ def environment_texts(plans: Sequence[TagPlan], seed: int) -> list[Message]:
     with ThreadPoolExecutor(1, thread_name_prefix="turnwise-texts") as pool:  # a loop may already run on this thread
         pool.submit(asyncio.run, play()).result()
     return [{"role": role, "content": text} for role, text in dict.fromkeys(found)]
+
+
+def _settings(manager: EnvManagerConfig, seed: int) -> RolloutSettings:
+    return RolloutSettings(
+        seed=seed,
+        step_timeout=manager.step_timeout,
+        reset_timeout=manager.reset_timeout,
+        max_env_retries=manager.max_env_retries,
+        max_env_failure_rate=manager.max_env_failure_rate,
+        max_concurrent=1,
+    )

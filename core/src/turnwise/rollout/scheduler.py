@@ -315,7 +315,7 @@ class Scheduler:
             what = "the evaluation" if self.settings.evaluation else f"step {batch.step}"
             raise EnvironmentFailure(
                 f"{failed} attempts to play an episode failed in {what} ({tags}; {batch.planned} episodes planned, {attempts} attempts begun), "
-                f"more than max_env_failure_rate: {self.settings.max_env_failure_rate:g} allows. Last cause: {line}. "
+                f"more than max_env_failure_rate: {self.settings.max_env_failure_rate:g} allows. Last cause: {line.rstrip('.')}. "
                 "Fix: repair the environment, or raise max_env_failure_rate, step_timeout, reset_timeout or max_env_retries."
             ) from error
 

@@ -161,6 +161,23 @@ def test_the_policy_weight_multiplies_the_policy_loss_and_neither_entropy_nor_kl
     assert float(sums["policy/mine"][0]) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        (lambda lp: (lp.mean(), {}), r"the policy loss 'mine' returned a loss of shape \[\] for 2 response tokens. Fix: .*\[R\]"),
+        (lambda lp: (lp, {"clip_frac": lp.mean()}), r"the policy loss 'mine' returned 'clip_frac' of shape \[\] for 2 response tokens. Fix: .*\[R\]"),
+        (lambda lp: lp, "the policy loss 'mine' returned a Tensor. Fix: "),
+    ],
+)
+def test_a_loss_that_is_not_one_value_a_token_is_told_and_not_broadcast(mistake: Any, told: str) -> None:
+    class Mistaken(Linear):
+        def loss(self, view: LossView) -> tuple[Tensor, Mapping[str, Tensor]]:
+            return mistake(view.log_probs)  # type: ignore[no-any-return]
+
+    with pytest.raises(PluginError, match=told):
+        policy_objective(double(-1.0, -2.0), None, columns(2), Mistaken(), Objective(LossChoice("mine")))
+
+
 def test_a_kl_term_without_a_reference_is_told() -> None:
     with pytest.raises(TrainerError, match="ref_log_probs"):
         policy_objective(double(-1.0), None, columns(1), Linear(), Objective(LossChoice("mine")), kl_coef=0.1)

@@ -10,6 +10,8 @@ DEFAULT_KEYS = (
     "policy/approx_kl",
     "policy/kl",
     "policy/learning_rate",
+    "time/rollout",
+    "time/actor_train",
     "time/step",
     "val/*/success",
     "val/*/score/mean",

@@ -16,6 +16,8 @@ LABELS = {
     "policy/approx_kl": "kl",
     "policy/kl": "ref_kl",
     "policy/learning_rate": "lr",
+    "time/rollout": "roll",
+    "time/actor_train": "train",
     "time/step": "time",
 }
 

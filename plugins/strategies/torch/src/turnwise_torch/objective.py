@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from turnwise.contracts.loss import LossContext, LossView, PolicyLoss
 from turnwise.contracts.train import Objective
 from turnwise.data.rows import Update
-from turnwise.errors import TrainerError, did_you_mean, listed
+from turnwise.errors import PluginError, TrainerError, did_you_mean, listed
 from turnwise.plugins import registry
 
 LOG_RATIO_BOUND = 20.0
@@ -125,7 +126,7 @@ def policy_objective(
     Micro-batches and ranks add up: nothing here divides.
     """
     view = loss_view(log_probs, entropy, columns, objective.ratio_type)
-    per_token, metrics = loss.loss(view)
+    per_token, metrics = _told(loss.loss(view), objective.loss.name, log_probs)
     if "policy_weight" in columns:
         per_token = columns["policy_weight"] * per_token
     with torch.no_grad():
@@ -143,6 +144,19 @@ def policy_objective(
     elif kl_coef:
         raise TrainerError("a KL term in the loss needs the reference's log-probs (column 'ref_log_probs'), this update has none")
     return (view.coef * per_token).sum(), metric_sums({f"policy/{name}": x for name, x in shown.items()}, columns["weight"])
+
+
+def _told(result: Any, name: str, log_probs: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """What a loss returned, if it has one value a token: another shape would be broadcast to a loss that nobody meant."""
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+        raise PluginError(f"the policy loss {name!r} returned a {type(result).__name__}. Fix: return (loss per token [R], metrics per token).")
+    for what, value in (("a loss", result[0]), *((repr(metric), value) for metric, value in result[1].items())):
+        if tuple(getattr(value, "shape", ())) != tuple(log_probs.shape):
+            shape, tokens = list(getattr(value, "shape", ())), len(log_probs)
+            raise PluginError(
+                f"the policy loss {name!r} returned {what} of shape {shape} for {tokens} response tokens. Fix: return one value a token, [R]."
+            )
+    return result[0], result[1]
 
 
 def value_objective(values: Tensor, columns: Mapping[str, Tensor], value_clip: float | None) -> tuple[Tensor, Sums]:

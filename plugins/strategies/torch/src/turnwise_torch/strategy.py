@@ -191,7 +191,7 @@ class TorchStrategy:
         names = set(self.optimizer.masters) if self.optimizer else {n for n, _ in self.model.named_parameters()}
         found = {name.removeprefix("master/"): t.shape for name, t in tensors.items() if name.startswith("master/")}
         if found != {n: p.shape for n, p in self.model.named_parameters() if n in names}:
-            raise CheckpointError(f"the training state in {folder} belongs to another model than {self.context.model}")
+            raise CheckpointError(f"the training state in {folder} belongs to another model than {self.context.model}. Fix: the pretrain of that run")
         with self._exclusive(), torch.no_grad():
             if self.optimizer:
                 self.optimizer.restore(tensors)
