@@ -250,3 +250,11 @@ def test_the_tutorial_s_environment_is_played_and_trained(tutorial: Path) -> Non
     trained = turnwise(tutorial, "train", "my_env.yaml", "max_steps=1", "eval_steps=0", "baselines=[]")
     assert trained.returncode == 0, trained.stderr
     assert (tutorial / "runs" / "coin" / "report.md").is_file()
+
+
+def test_the_readmes_environment_is_the_one_of_the_tutorial() -> None:
+    readme, tutorial = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/writing-an-environment.md"))
+    for language in ("python", "yaml"):
+        blocks = [re.search(rf"```{language}\n.*?```", text, re.DOTALL) for text in (readme, tutorial)]
+        assert blocks[0] is not None and blocks[1] is not None
+        assert blocks[0][0] == blocks[1][0]

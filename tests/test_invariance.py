@@ -35,7 +35,7 @@ from turnwise_torch import models
 from turnwise_torch.config import TorchConfig
 from turnwise_torch.fixtures import tiny_model
 from turnwise_torch.head import token_log_probs
-from turnwise_torch.microbatch import Layout
+from turnwise_torch.microbatch import Layout, MicroBatch
 from turnwise_torch.objective import build_loss, column_tensors, objective_columns, policy_objective
 from turnwise_torch.strategy import TorchStrategy
 
@@ -55,16 +55,23 @@ VOCABULARY = 50
 
 @frozen
 class Cut:
-    """One way to run an update: the order of its rows, rows or tokens of a micro-batch, logits at a time."""
+    """One way to run an update: the order of its rows, rows or tokens of a micro-batch, logits at a time, several samples in one row."""
 
     order: str = "as planned"
     rows: int = 100
     budget: int | None = None
     chunk: int = 0
+    packed: bool = False
 
 
 WHOLE = Cut()
-CUTS = (Cut(rows=1, chunk=3), Cut("reversed", rows=4), Cut("shuffled", rows=3, chunk=5), Cut("shuffled", rows=1, budget=37))
+CUTS = (
+    Cut(rows=1, chunk=3),
+    Cut("reversed", rows=4),
+    Cut("shuffled", rows=3, chunk=5),
+    Cut("shuffled", rows=1, budget=37),
+    Cut("shuffled", budget=150, packed=True),
+)
 
 
 def objective(loss: str) -> Objective:
@@ -124,7 +131,7 @@ class Double:
             mine = dealt(arranged(update(mode, unit), cut), rank, ranks)
             if layout is None:
                 layout = Layout(mine.rows)
-                passes = [self._forward(layout, samples, cut) for samples in layout.cut(cut.rows, cut.budget)]
+                passes = [self._forward(batch, cut) for batch in micro_batches(layout, cut)]
             columns = objective_columns(mine)
             for loss in LOSSES:
                 built, wanted, total = build_loss(objective(loss)), objective(loss), torch.zeros(0)
@@ -138,10 +145,17 @@ class Double:
                     total = flat if not len(total) else total + flat
                 yield f"{loss}, {mode}, {unit}", total
 
-    def _forward(self, layout: Layout, samples: np.ndarray, cut: Cut) -> tuple[Any, ...]:
-        batch = layout.micro_batch(samples, torch.device("cpu"))
+    def _forward(self, batch: MicroBatch, cut: Cut) -> tuple[Any, ...]:
         outputs = token_log_probs(self.model, batch, 0.7, chunk=cut.chunk, entropy=True, entropy_gradient=True)
         return batch.responses, *outputs
+
+
+def micro_batches(layout: Layout, cut: Cut) -> Iterator[MicroBatch]:
+    cpu = torch.device("cpu")
+    if cut.packed:
+        assert cut.budget is not None
+        return (layout.packed_batch(rows, cpu) for rows in layout.pack(cut.budget))
+    return (layout.micro_batch(samples, cpu) for samples in layout.cut(cut.rows, cut.budget))
 
 
 def dealt(whole: Update, rank: int, ranks: int) -> Update:
@@ -154,6 +168,7 @@ def single(model: Path, cut: Cut, rank: int = 0, ranks: int = 1) -> Iterator[tup
     context = TrainContext(
         model=model, role="actor_train", dtype="fp32", gradient_checkpointing=False, temperature=0.7, max_grad_norm=0.0,
         objective=objective("ppo"), per_device_train_batch_size=cut.rows, max_tokens_per_microbatch_in_train=cut.budget,
+        max_tokens_per_microbatch_in_infer=cut.budget, use_sequence_packing=cut.packed,
     )  # fmt: skip
     strategy = TorchStrategy(TorchConfig(logits_chunk=cut.chunk), context)
     optimizer = strategy.optimizer

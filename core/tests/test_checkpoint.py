@@ -226,3 +226,10 @@ def test_a_run_resumed_from_another_folder_keeps_nothing_that_lies_in_its_own(tm
     assert set_aside(tmp_path / "own" / "checkpoints", read(other)) is not None
     assert listed(tmp_path / "own" / "checkpoints") == []
     assert read(other).step == 5
+
+
+def test_settings_that_a_resumed_run_changes_are_told_and_where_it_writes_is_not() -> None:
+    before = {"seed": 1, "max_steps": 4, "actor_train": {"training_args": {"learning_rate": 1.0}}, "output_dir": "a"}
+    now = {"seed": 2, "max_steps": 8, "actor_train": {"training_args": {"learning_rate": 0.5}}, "output_dir": "b", "a_newer_key": 1}
+    assert checkpoint.differences(before, now) == ["$.actor_train.training_args.learning_rate was 1.0, is 0.5", "$.seed was 1, is 2"]
+    assert checkpoint.differences(before, before) == []

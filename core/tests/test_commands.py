@@ -315,7 +315,7 @@ def test_the_model_of_a_run_is_evaluated_by_any_of_its_names(toy: Toy, tmp_path:
     [
         (("--player", "furst"), "no inference backend is named 'furst'. Did you mean 'first'?"),
         (("--tag", "Tuy"), "--tag 'Tuy' is not in custom_envs. It holds: Toy."),
-        (("--model", "nowhere"), "pretrain: 'nowhere' is not a folder with weights.npy."),
+        (("--model", "nowhere"), "--model: 'nowhere' is no folder."),
     ],
 )
 @pytest.mark.parametrize("command", ["eval", "rollout"])
@@ -328,7 +328,7 @@ def test_names_that_do_not_exist_are_one_line(toy: Toy, command: str, options: t
 def test_without_evaluation_tasks_training_ones_can_be_played(toy: Toy) -> None:
     path = toy(val_env_manager=None, eval_steps=None)
     got = turnwise("rollout", path, "--player", "first")
-    assert (got.exit_code, "play --split train" in got.stderr) == (2, True)
+    assert (got.exit_code, "`turnwise rollout --split train` plays" in got.stderr) == (2, True)
     assert turnwise("rollout", path, "--player", "first", "--split", "train").stdout.count("=== Toy") == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from turnwise.config import Loaded
 from turnwise.config.defaults import add_defaults
 from turnwise.config.report import Report, Sources
 from turnwise.errors import ConfigError
+from turnwise.pipeline.assembly import train_context
 
 Run = Callable[..., Loaded]
 VAL = "val_env_manager: {num_env_groups: 8, group_size: 1, tags: [Lake]}\n"
@@ -26,6 +28,7 @@ CRITIC = "critic: {training_args: {per_device_train_batch_size: 16}}\n"
         (VAL, ["val_batch_size=9"], "$.val_batch_size: 9 is not num_env_groups 8 × group_size 1 = 8 of val_env_manager"),
         ("", ["train_env_manager.tags=[Lak]"], "$.train_env_manager.tags[0]: 'Lak' is no tag of custom_envs. Did you mean 'Lake'?"),
         ("", ["train_env_manager.tags=[Lake, Lake]"], "'Lake' is named twice"),
+        ("", ["track_with=[jsonl, console, jsonl]"], "$.track_with[2]: 'jsonl' is named twice. Fix: keep one"),
         ("", ["train_env_manager.num_groups_partition=[3]"], "[3] adds up to 3, num_env_groups is 4"),
         ("", ["train_env_manager.num_groups_partition=[2, 2]"], "[2, 2] for 1 tags"),
         ("", ["actor_train.training_args.gradient_accumulation_steps=3"],
@@ -58,6 +61,8 @@ CRITIC = "critic: {training_args: {per_device_train_batch_size: 16}}\n"
         ("", ["actor_train.use_dynamic_batching_in_train=true"], "$.actor_train.use_dynamic_batching_in_train: needs a token budget"),
         ("", ["actor_train.use_dynamic_batching_in_infer=true", "actor_train.max_tokens_per_microbatch_in_infer=100"],
          "100 cannot hold one sample of sequence_length 256"),
+        ("", ["actor_train.use_sequence_packing=true", "actor_train.max_tokens_per_microbatch_in_train=100"],
+         "$.actor_train.max_tokens_per_microbatch_in_train: 100 cannot hold one sample of sequence_length 256"),
         ("", ["actor_train.device_mapping=[0, 0]", "actor_train.training_args.gradient_accumulation_steps=1"], "names a device twice"),
         ("", ["train_infer_correction={is_weight: {enabled: true, lower_bound: 2}}"],
          "$.train_infer_correction.is_weight.lower_bound: 2.0 is above upper_bound 1.2"),
@@ -96,7 +101,8 @@ def test_settings_that_contradict_each_other_are_refused(run_yaml: Run, text: st
          "$.custom_envs.Lake.env_manager.merge_steps: joins turns into rows, and pg_variant 'gspo' has a ratio per row"),
         ("", ["target_kl=0.1"], "$.target_kl: has no effect: init_kl_coef is 0"),
         ("", ["kl_in_score=true"], "$.kl_in_score: has no effect: init_kl_coef is 0"),
-        ("", ["actor_train.max_tokens_per_microbatch_in_train=512"], "has no effect without use_dynamic_batching_in_train: true"),
+        ("", ["actor_train.max_tokens_per_microbatch_in_train=512"],
+         "has no effect without use_dynamic_batching_in_train: true or use_sequence_packing: true"),
         (CRITIC, [], "$.critic: is not loaded: adv_estimator 'grpo' needs no values"),
         ("reference: {}\n", [], "$.reference: is not loaded: neither init_kl_coef nor kl_loss_coef is positive"),
     ],
@@ -131,6 +137,21 @@ def test_a_critic_takes_the_actors_strategy_and_its_own_sizes(run_yaml: Run) -> 
     assert critic.strategy_args is not None
     assert critic.strategy_args.name == "trainer"
     assert critic.training_args.per_device_train_batch_size == 16
+
+
+def test_packed_rows_have_a_token_budget_of_a_sequence_unless_told(run_yaml: Run) -> None:
+    for overrides, expected in (
+        ([], (None, None)),
+        (["use_sequence_packing=true"], (256, 256)),
+        (["use_sequence_packing=true", "use_dynamic_batching_in_train=true"], (256, 256)),
+        (["use_sequence_packing=true", "max_tokens_per_microbatch_in_infer=512"], (256, 512)),
+        (["use_dynamic_batching_in_train=true", "max_tokens_per_microbatch_in_train=512"], (512, None)),
+    ):
+        loaded = run_yaml("", *(f"actor_train.{override}" for override in overrides))
+        assert loaded.warnings == []
+        context = train_context(loaded.config, loaded.config.actor_train, "actor_train", Path("model"))
+        assert (context.max_tokens_per_microbatch_in_train, context.max_tokens_per_microbatch_in_infer) == expected
+        assert context.use_sequence_packing == ("use_sequence_packing=true" in overrides)
 
 
 def test_evaluation_samples_like_training_but_greedily(run_yaml: Run) -> None:

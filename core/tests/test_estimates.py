@@ -89,6 +89,8 @@ def test_memory_as_the_strategy_counts_it(model: Path) -> None:
     assert (train["weights"], train["cpu"]) == (COUNT // 2, 7)
     fewer = estimates.estimates(run_of(actor_train=budget), model)["memory"][1]
     assert fewer["activations"] == train["activations"] * 150 // 200
+    packed = evolve(role, use_sequence_packing=True)
+    assert estimates.estimates(run_of(actor_train=packed), model)["memory"][1]["activations"] == train["activations"] * 100 // 200
 
 
 def test_the_reference_and_the_critic_count_where_they_are_loaded(model: Path) -> None:

@@ -79,7 +79,7 @@ def test_packing_keeps_every_sample_once_within_the_budget(lengths: list[int], b
     assert sorted(i for group in groups for row in group for i in row.tolist()) == list(range(len(lengths)))
     for group in groups:
         fills = [int(sizes[row].sum()) for row in group]
-        assert len(group) * max(fills) <= max(budget, max(lengths))
+        assert len(group) * max(fills) <= max(budget, *lengths)
         assert fills == sorted(fills, reverse=True)
         assert not one_row or len(group) == 1
 

@@ -225,6 +225,13 @@ def test_a_constructor_that_does_not_take_config_and_context_is_told_with_the_pl
     assert line == f"{kind} 'odd' (from ./more.py) cannot be built with (config, context): too many positional arguments. Fix: repair the plugin."
 
 
+def test_an_estimator_that_does_not_tell_its_needs_is_told_with_the_plugin(toy: Toy, tmp_path: Path) -> None:
+    body = "class Half:\n    def __init__(self, config, context):\n        pass\n    def compute(self, batch):\n        pass\n"
+    body += "@turnwise.hookimpl\ndef advantage_estimators():\n    return [Implementation('half', Half)]\n"
+    line = only(found(toy(plugins=plugin(tmp_path, body), adv_estimator="half")).config)
+    assert line == "advantage_estimator 'half' (from ./more.py) lacks needs, token_rewards, whiten of its contract. Fix: repair the plugin."
+
+
 def test_an_estimator_whose_constructor_fails_is_told_with_the_plugin(toy: Toy, tmp_path: Path) -> None:
     body = "class Odd:\n    def __init__(self, config, context):\n        raise KeyError('x')\n"
     body += "@turnwise.hookimpl\ndef advantage_estimators():\n    return [Implementation('odd', Odd)]\n"

@@ -53,7 +53,7 @@ def train(path: Path, overrides: Sequence[str]) -> None:
         outcome = asyncio.run(pipeline.run())
     except (Exception, KeyboardInterrupt) as error:
         where = f"saved: {pipeline.saved or 'nothing yet'}"
-        if pipeline.saved is not None:
+        if pipeline.saved is not None and pipeline.first is not None:  # what could not even be resumed is no advice
             where += f"\nresume: {_resume_command(path, overrides, pipeline)}"
         if isinstance(error, Interrupted | KeyboardInterrupt):
             click.echo(f"{str(error) or 'stopped at once'}\n{where}", err=True)

@@ -10,7 +10,7 @@ import attrs
 from turnwise.config.choices import ROLES
 from turnwise.config.report import at, dotted
 from turnwise.config.schema import CustomEnv
-from turnwise.config.translate import NOTHING, Action, Edit, Rule, alias, ignore, later, move, parse_devices
+from turnwise.config.translate import NOTHING, Edit, Rule, alias, ignore, later, move, parse_devices
 from turnwise.errors import listed
 
 MANAGER_CLASSES = {"TrajEnvManager": "trajectory", "StepEnvManager": "stepwise", "VLTrajEnvManager": "trajectory"}
@@ -244,8 +244,6 @@ def _generating(block: str) -> tuple[Rule, ...]:
     )
 
 
-_PACKING: Action = later(False)
-
 RULES: tuple[Rule, ...] = (
     Rule("algorithm", _reserved, ""),
     # --- the whole run
@@ -280,7 +278,6 @@ RULES: tuple[Rule, ...] = (
     Rule("ROLE.model_args.lora_alpha", later(None), "LoRA"),
     Rule("ROLE.model_args.lora_target", later(None), "LoRA"),
     Rule("ROLE.use_remove_padding", move("{0}.use_sequence_packing"), "packing removes the padding"),
-    Rule("ROLE.use_sequence_packing", _PACKING, "sequence packing"),
     Rule("ROLE.sequence_length_round_in_*", ignore(), "micro-batches are padded to their own longest row"),
     Rule("ROLE.model_args.ulysses_size", later(1, None, keep=False), "Ulysses sequence parallelism"),
     Rule("ROLE.ulysses_size", later(1, None, keep=False), "Ulysses sequence parallelism"),

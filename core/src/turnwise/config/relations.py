@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from attrs import evolve
 
@@ -55,6 +55,7 @@ def check_relations(config: RunConfig, registry: Registry, report: Report) -> Ru
     _sampling(config, report)
     _schedule(config, report)
     _kl(config, report)
+    _trackers(config, report)
     _loss(config, report)
     _correction(config, report)
     _roles(config, report)
@@ -219,6 +220,14 @@ def _mock(config: RunConfig, report: Report) -> None:
         report.error(("rollout_mock",), "says not where the rollouts are. Fix: rollout_mock: {enable: true, mode: dump, dump_dir: FOLDER}")
 
 
+def _trackers(config: RunConfig, report: Report) -> None:
+    """Two loggers of one name would write the same files."""
+    named = [choice.name for choice in config.track_with]
+    for i, name in enumerate(named):
+        if name in named[:i]:
+            report.error(("track_with", i), f"{name!r} is named twice. Fix: keep one")
+
+
 def _roles(config: RunConfig, report: Report) -> None:
     """Devices and token budgets."""
     for name in ROLES:
@@ -228,12 +237,13 @@ def _roles(config: RunConfig, report: Report) -> None:
         devices = role.device_mapping
         if len(set(devices)) != len(devices) or any(d < 0 for d in devices):
             report.error((name, "device_mapping"), f"{list(devices)} names a device twice, or one below 0. Fix: each device once")
-        for phase in ("train", "infer"):
+        phases: tuple[Literal["train", "infer"], ...] = ("train", "infer")
+        for phase in phases:
             key = f"max_tokens_per_microbatch_in_{phase}"
-            if getattr(role, f"use_dynamic_batching_in_{phase}"):
-                _budget(config, name, key, getattr(role, key), report)
+            if token_budget(config, role, phase) is not None or getattr(role, f"use_dynamic_batching_in_{phase}"):
+                _budget(config, name, key, token_budget(config, role, phase), report)
             elif getattr(role, key) is not None:
-                report.warn((name, key), f"has no effect without use_dynamic_batching_in_{phase}: true")
+                report.warn((name, key), f"has no effect without use_dynamic_batching_in_{phase}: true or use_sequence_packing: true")
 
 
 def _budget(config: RunConfig, name: str, key: str, budget: int | None, report: Report) -> None:
@@ -242,6 +252,14 @@ def _budget(config: RunConfig, name: str, key: str, budget: int | None, report: 
         report.error((name, flag), f"needs a token budget. Fix: {key}: N, at least sequence_length {config.sequence_length}")
     elif budget < config.sequence_length:
         report.error((name, key), f"{budget} cannot hold one sample of sequence_length {config.sequence_length}. Fix: raise it")
+
+
+def token_budget(config: RunConfig, role: Role, phase: Literal["train", "infer"]) -> int | None:
+    """Tokens of a micro-batch, where they bound it instead of a number of rows: sequence_length for packed rows without a budget of their own."""
+    budget: int | None = getattr(role, f"max_tokens_per_microbatch_in_{phase}")
+    if role.use_sequence_packing:
+        return config.sequence_length if budget is None else budget
+    return budget if getattr(role, f"use_dynamic_batching_in_{phase}") else None
 
 
 def data_parallel_size(role: Role) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
+from turnwise.config.relations import token_budget
 from turnwise.config.schema import Choice, CustomEnv, EnvManagerConfig, Role, RunConfig
 from turnwise.contracts.chat import Chat, Message, ModelSource, ModelSourceContext
 from turnwise.contracts.env_manager import Limits, ManagerContext
@@ -200,8 +201,9 @@ def train_context(config: RunConfig, role: Role, name: str, model: Path) -> Trai
         max_grad_norm=args.max_grad_norm if args.max_grad_norm is not None else config.max_grad_norm,
         per_device_train_batch_size=args.per_device_train_batch_size,
         infer_batch_size=role.infer_batch_size or args.per_device_train_batch_size,
-        max_tokens_per_microbatch_in_train=role.max_tokens_per_microbatch_in_train if role.use_dynamic_batching_in_train else None,
-        max_tokens_per_microbatch_in_infer=role.max_tokens_per_microbatch_in_infer if role.use_dynamic_batching_in_infer else None,
+        max_tokens_per_microbatch_in_train=token_budget(config, role, "train"),
+        max_tokens_per_microbatch_in_infer=token_budget(config, role, "infer"),
+        use_sequence_packing=role.use_sequence_packing,
     )
 
 

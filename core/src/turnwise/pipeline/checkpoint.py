@@ -14,6 +14,11 @@ from attrs import frozen
 from turnwise.errors import CheckpointError
 
 PREFIX = "checkpoint-"
+MAY_CHANGE = frozenset(
+    {"exp_name", "output_dir", "logging_dir", "render_save_dir", "rollout_dump_dir", "resume_from_checkpoint", "max_steps", "save_steps", "plugins"}
+    | {"logging_steps", "eval_steps", "max_ckpt_to_keep", "track_with", "vars", "baselines"}
+)
+"""Top-level keys that a resumed run may change without a word."""
 TEMPORARY = ".tmp-"
 MANIFEST = "manifest.json"
 
@@ -129,6 +134,20 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "$") -> list[str]:
+    """Settings that a resumed run changes, one line each; where it writes, and how long it runs, may change."""
+    lines = []
+    for key in before.keys() & now.keys() if path == "$" else before.keys() | now.keys():
+        old, new = before.get(key), now.get(key)
+        if path == "$" and key in MAY_CHANGE or old == new:
+            continue
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += differences(old, new, f"{path}.{key}")
+        else:
+            lines.append(f"{path}.{key} was {old!r}, is {new!r}")
+    return sorted(lines)
 
 
 def step_of(folder: Path) -> int:

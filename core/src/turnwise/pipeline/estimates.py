@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.relations import rows_per_update
+from turnwise.config.relations import rows_per_update, token_budget
 from turnwise.config.schema import Choice, Role, RunConfig
 from turnwise.contracts.batch_adjust import AdjustContext
 from turnwise.errors import ConfigError, PluginError
@@ -103,9 +103,8 @@ def _training(config: RunConfig, role: Role, facts: ModelFacts, trainable: bool)
     options: Any = role.strategy_args.config if role.strategy_args else None
     dtype = role.model_args.dtype
     rows = role.training_args.per_device_train_batch_size if trainable else role.infer_batch_size or role.training_args.per_device_train_batch_size
-    dynamic = role.use_dynamic_batching_in_train if trainable else role.use_dynamic_batching_in_infer
-    budget = role.max_tokens_per_microbatch_in_train if trainable else role.max_tokens_per_microbatch_in_infer
-    tokens = budget if dynamic and budget is not None else rows * config.sequence_length
+    budget = token_budget(config, role, "train" if trainable else "infer")
+    tokens = budget if budget is not None else rows * config.sequence_length
     logits = 2 * 4 * min(LOGITS_CHUNK, tokens * facts.vocabulary)
     recomputed = facts.activation_bytes(tokens, dtype, kept=False) if trainable else facts.activation_bytes(tokens, dtype, kept=True) // facts.layers
     kept = facts.activation_bytes(tokens, dtype, kept=True) if trainable else recomputed

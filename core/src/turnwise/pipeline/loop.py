@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from turnwise.data.ops import trains
 from turnwise.data.rows import UpdateResult
 from turnwise.data.trajectory import Trajectory
 from turnwise.errors import CheckpointError, EngineError, TurnwiseError
-from turnwise.pipeline import advantages, assembly, checkpoint, correction, frames, metrics, mock, report
+from turnwise.pipeline import advantages, assembly, checkpoint, correction, frames, guards, metrics, mock, report
 from turnwise.pipeline.old_logprobs import OldLogProbs
 from turnwise.pipeline.tracking import Tracking
 from turnwise.pipeline.updates import plan_step, training_rows, updates
@@ -55,6 +54,7 @@ class Pipeline:
         self.plain = plain
         self.folders = assembly.Folders.of(config)
         self.saved: Path | None = None
+        self.first: int | None = None  # the first step of this process, once it can train
         self._saved_step = -1
         self._stop = asyncio.Event()
         self._kl_coef = config.init_kl_coef
@@ -66,15 +66,16 @@ class Pipeline:
         if start is not None:
             self._take_up(start)
         self.folders.output.mkdir(parents=True, exist_ok=True)
-        self.runtime = assembly.runtime(self.config)
-        self.tracking = Tracking(assembly.loggers(self.config, self.plain))
-        try:
-            with self._signals():
-                await self._place_roles()
-                first = await self._restore(start)
-                return await self._train(first)
-        finally:
-            await self._close()
+        with guards.alone_in(self.folders.output):
+            self.runtime = assembly.runtime(self.config)
+            self.tracking = Tracking(assembly.loggers(self.config, self.plain))
+            try:
+                with guards.stop_on_signals(self._stop):
+                    await self._place_roles()
+                    self.first = await self._restore(start)
+                    return await self._train(self.first)
+            finally:
+                await self._close()
 
     def _take_up(self, start: checkpoint.Checkpoint) -> None:
         if start.step > self.config.max_steps:
@@ -133,6 +134,8 @@ class Pipeline:
             self._history = report.History.from_plain(start.state["history"])
             first = start.step
             log.info("resumed from %s at step %d", start.folder, first)
+            for line in checkpoint.differences(start.state.get("config", {}), self.plain):
+                log.warning("resumed with another setting: %s", line)
         aside = checkpoint.set_aside(self.folders.checkpoints, start)
         if aside is not None:
             log.warning("checkpoints that an earlier run left in %s were moved to %s", self.folders.checkpoints, aside)
@@ -349,28 +352,6 @@ class Pipeline:
         self._history.last.update(values)
         if step % self.config.logging_steps == 0 or step >= self.config.max_steps - 1 or self._evaluates(step):
             self.tracking.scalars(step, values)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM ask for a stop at the next safe point; a second one ends at once."""
-        loop = asyncio.get_running_loop()
-        installed = []
-
-        def ask() -> None:
-            if self._stop.is_set():
-                raise KeyboardInterrupt
-            log.warning("stopping at the next safe point and saving; once more stops at once")
-            self._stop.set()
-
-        for name in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):  # not on the main thread
-                loop.add_signal_handler(name, ask)
-                installed.append(name)
-        try:
-            yield
-        finally:
-            for name in installed:
-                loop.remove_signal_handler(name)
 
     async def _close(self) -> None:
         for name in ("scheduler", "evaluator"):

@@ -21,7 +21,9 @@ def with_tasks(config: RunConfig, *, episodes: int | None = None, tag: str | Non
     """The configuration whose `val_env_manager` plays what was asked for: `split` train or val, one tag, a number of tasks, a seed."""
     manager = config.val_env_manager if split == "val" else config.train_env_manager
     if manager is None:
-        raise ConfigError("$.val_env_manager is missing: there is nothing to evaluate on. Fix: add it, or play --split train.")
+        raise ConfigError(
+            "$.val_env_manager is missing: there is nothing to evaluate on. Fix: add it (`turnwise rollout --split train` plays the training environments)."
+        )
     manager = evolve(manager, generating_args=manager.generating_args or config.actor_infer.generating_args)
     if tag is not None:
         if tag not in config.custom_envs:
@@ -89,6 +91,8 @@ def model_folder(named: str, config: RunConfig) -> Path:
             raise CheckpointError(f"{assembly.Folders.of(config).checkpoints} holds no checkpoint. Fix: train first, or name a model folder.")
         return checkpoint.read(found[-1]).folder / "model"
     folder = Path(named)
+    if not folder.is_dir():
+        raise ConfigError(f"--model: {named!r} is no folder. Fix: name a checkpoint or a model folder, or 'latest'.")
     return checkpoint.read(folder).folder / "model" if (folder / checkpoint.MANIFEST).is_file() else folder
 
 

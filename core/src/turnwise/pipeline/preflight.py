@@ -189,6 +189,14 @@ def _schedule_problems(config: RunConfig) -> list[str]:
     return lines
 
 
+NEEDED = {
+    "advantage_estimator": ("needs", "token_rewards", "whiten", "compute"),
+    "group_filter": ("keep",),
+    "batch_adjust": ("plan", "updates"),
+}
+"""What the loop reads of the implementations that are built here."""
+
+
 def _other_problems(config: RunConfig) -> Iterator[str]:
     """Implementations without a role: each is imported; those that are pure arithmetic are built, for they judge their settings."""
     contexts = {
@@ -208,7 +216,10 @@ def _other_problems(config: RunConfig) -> Iterator[str]:
             if odd:
                 yield f"{kind} {choice.name!r} (from {entry.owner}) cannot be built with (config, context): {odd}. Fix: repair the plugin."
             elif kind in contexts:
-                assembly.build(kind, choice, contexts[kind])
+                built = assembly.build(kind, choice, contexts[kind])
+                lacks = [name for name in NEEDED.get(kind, ()) if not hasattr(built, name)]
+                if lacks:
+                    yield f"{kind} {choice.name!r} (from {entry.owner}) lacks {', '.join(lacks)} of its contract. Fix: repair the plugin."
         except TurnwiseError as error:
             yield from str(error).split("\n")
         except Exception as error:  # a stranger's constructor may raise anything

@@ -8,6 +8,8 @@ from torch import Tensor
 from turnwise.contracts.loss import LossView
 
 LOG_RATIO_BOUND = 20.0
+ROUNDING = 1e-6
+"""A ratio that far beyond a bound is on it: on-policy ratios are 1 up to rounding, and a bound of 1 clips none of them."""
 
 
 def segments_of(view: LossView, level: str = "segment") -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from turnwise.contracts.loss import LossContext, LossView
 from turnwise_losses.config import TisConfig
+from turnwise_losses.segments import ROUNDING
 
 
 class TisLoss:
@@ -20,5 +21,5 @@ class TisLoss:
         """Loss [R]; metric `clip_frac`: 1 where a bound changed the token's loss."""
         ratio = view.log_ratio.detach().exp()
         weight = ratio.clamp(*self.bounds)
-        changed = (weight != ratio) & (view.advantages != 0)
+        changed = ((weight - ratio).abs() > ROUNDING) & (view.advantages != 0)
         return -weight * view.advantages * view.log_probs, {"clip_frac": changed.to(ratio.dtype)}

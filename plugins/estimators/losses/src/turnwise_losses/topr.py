@@ -7,6 +7,7 @@ from torch import Tensor
 
 from turnwise.contracts.loss import LossContext, LossView
 from turnwise_losses.config import ToprConfig
+from turnwise_losses.segments import ROUNDING
 
 
 class ToprLoss:
@@ -27,6 +28,6 @@ class ToprLoss:
         positive = view.extras["scores"] > 0 if self.by_score else view.extras["trajectory_advantages"] >= 0
         ratio = view.log_ratio.detach().exp()
         weight = torch.where(positive, self.positive, self.negative * ratio.clamp(0, 1))
-        changed = ~positive & (ratio > 1) & (view.advantages != 0)
+        changed = ~positive & (ratio > 1 + ROUNDING) & (view.advantages != 0)
         metrics = {"clip_frac": changed.to(ratio.dtype), "topr_positive_frac": positive.to(ratio.dtype)}
         return -weight * view.advantages * view.log_probs, metrics

@@ -1,8 +1,8 @@
-"""Micro-batches of rows as right-padded tensors, with the positions that predict the response tokens."""
+"""Micro-batches of rows as right-padded or packed tensors, with the positions that predict the response tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from turnwise.data import microbatches
 from turnwise.data.rows import Rows, ranges
+from turnwise_torch.packing import Packing
 
 
 @frozen(eq=False)
 class MicroBatch:
-    """b samples padded on the right to width w, with r response tokens.
+    """b rows padded on the right to width w, with r response tokens; `packing` where a row holds several samples.
 
     `input_ids` int64 [b, w], without the tokens from the last sampled one on: nothing is predicted from them. `predictors` int64 [r]: indices
     into the flat b·w positions whose hidden state predicts a response token. `targets` int64 [r]: those tokens. `responses` int64 [r]
@@ -26,6 +27,7 @@ class MicroBatch:
     predictors: Tensor
     targets: Tensor
     responses: np.ndarray
+    packing: Packing | None = None
 
 
 @frozen(eq=False)
@@ -59,25 +61,52 @@ class Layout:
 
         Samples without a response token are left out, and where `wanted` bool [R] is given those without a wanted one.
         """
-        per_token = np.ones(len(self.position), bool) if wanted is None else wanted
-        some = np.diff(np.concatenate([[0], np.cumsum(per_token)])[np.append(self.first, len(per_token))]) > 0
-        kept = np.flatnonzero(some)
+        kept = self._kept(wanted)
         for group in microbatches.cut(self.needed[kept], rows, budget):
             yield kept[group]
 
+    def pack(self, budget: int, wanted: np.ndarray | None = None, one_row: bool = False) -> Iterator[list[np.ndarray]]:
+        """The rows of one micro-batch after the other, each the indices of the samples in it; see turnwise.data.microbatches.packed."""
+        kept = self._kept(wanted)
+        for group in microbatches.packed(self.needed[kept], budget, one_row):
+            yield [kept[row] for row in group]
+
     def micro_batch(self, samples: np.ndarray, device: torch.device) -> MicroBatch:
-        """The named samples as tensors on `device`."""
+        """The named samples as tensors on `device`, each in a row of its own."""
+        return self.packed_batch([samples[i : i + 1] for i in range(len(samples))], device)
+
+    def packed_batch(self, rows: Sequence[np.ndarray], device: torch.device) -> MicroBatch:
+        """The samples of every row, one after the other, as tensors on `device`."""
+        samples, sizes = np.concatenate(rows), np.array([len(row) for row in rows])
         needed, count = self.needed[samples], self.count[samples]
-        width = int(needed.max())
-        ids = np.zeros((len(samples), width), np.int64)
-        ids[np.arange(width) < needed[:, None]] = self.rows.input_ids[ranges(self.rows.offsets[samples], needed)]
+        fill = np.add.reduceat(needed, np.cumsum(sizes) - sizes)
+        width = int(fill.max())
+        row = np.repeat(np.arange(len(rows)), sizes)
+        at = row * width + np.cumsum(needed) - needed - np.repeat(np.cumsum(fill) - fill, sizes)  # where each sample begins
+        ids = np.zeros(len(rows) * width, np.int64)
+        ids[ranges(at, needed)] = self.rows.input_ids[ranges(self.rows.offsets[samples], needed)]
         responses = ranges(self.first[samples], count)
-        row = np.repeat(np.arange(len(samples)), count)
         position = self.position[responses]
-        targets = self.rows.input_ids[self.rows.offsets[samples][row] + position].astype(np.int64)
+        targets = self.rows.input_ids[np.repeat(self.rows.offsets[samples], count) + position].astype(np.int64)
         return MicroBatch(
-            input_ids=torch.from_numpy(ids).to(device),
-            predictors=torch.from_numpy(row * width + position - 1).to(device),
+            input_ids=torch.from_numpy(ids.reshape(len(rows), width)).to(device),
+            predictors=torch.from_numpy(np.repeat(at, count) + position - 1).to(device),
             targets=torch.from_numpy(targets).to(device),
             responses=responses,
+            packing=_packing(sizes, needed, fill, device) if len(samples) > len(rows) else None,
         )
+
+    def _kept(self, wanted: np.ndarray | None) -> np.ndarray:
+        """Samples with a wanted response token."""
+        per_token = np.ones(len(self.position), bool) if wanted is None else wanted
+        return np.flatnonzero(np.diff(np.concatenate([[0], np.cumsum(per_token)])[np.append(self.first, len(per_token))]) > 0)
+
+
+def _packing(sizes: np.ndarray, needed: np.ndarray, fill: np.ndarray, device: torch.device) -> Packing:
+    """`sizes` [b]: samples of each row; `needed`: tokens of each sample; `fill` [b]: their sum in each row."""
+    ends = np.cumsum(sizes)
+    lengths = np.insert(needed, ends, fill.max() - fill)  # the padding of a row stands behind its last sample
+    segments = np.repeat(ranges(np.zeros(len(sizes), np.int64), sizes + 1), lengths)
+    positions = ranges(np.zeros(len(lengths), np.int64), lengths)
+    position_ids, numbers = (torch.from_numpy(x.reshape(len(sizes), -1)).to(device) for x in (positions, segments))
+    return Packing(position_ids, numbers)

@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as hf_logging
 
 from turnwise.errors import CheckpointError, TrainerError, did_you_mean, listed
+from turnwise_torch.packing import Packing, packed_mask, varlen
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -68,12 +69,53 @@ def backbone_of(model: nn.Module) -> nn.Module:
     return model.backbone if isinstance(model, ValueModel) else model.base_model  # type: ignore[return-value]
 
 
-def hidden_states(model: nn.Module, input_ids: Tensor) -> Tensor:
-    """[b, w, hidden]: the last hidden states of right-padded `input_ids` int64 [b, w].
+def hidden_states(model: nn.Module, input_ids: Tensor, packing: Packing | None = None) -> Tensor:
+    """[b, w, hidden]: the last hidden states of right-padded `input_ids` int64 [b, w], with `packing` of several samples in a row.
 
-    No attention mask: under causal attention no real token ever sees padding that stands to its right.
+    No attention mask without it: under causal attention no real token ever sees padding that stands to its right. With it a mask that is
+    causal within each sample, or, under flash attention, positions that begin again, from which transformers tells the samples apart.
     """
-    return backbone_of(model)(input_ids=input_ids, use_cache=False).last_hidden_state
+    backbone = backbone_of(model)
+    if packing is None:
+        return backbone(input_ids=input_ids, use_cache=False).last_hidden_state
+    mask = None if varlen(attention_of(model)) else packed_mask(packing, attention_of(model), next(model.parameters()).dtype)
+    return backbone(input_ids=input_ids, attention_mask=mask, position_ids=packing.position_ids, use_cache=False).last_hidden_state
+
+
+def attention_of(model: nn.Module) -> str:
+    """The attention implementation that the model was loaded with."""
+    return str(backbone_of(model).config._attn_implementation)  # type: ignore[union-attr]
+
+
+def check_packing(model: nn.Module) -> None:
+    """Raise TrainerError if packed samples could see each other, or would not see all of themselves: sliding, chunked or linear attention."""
+    backbone = backbone_of(model)
+    config: Any = backbone.config
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    others += ["sliding_attention"] if getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None) else []
+    if others or not _packs(model):
+        what = f"has layers of {listed(others)}" if others else "does not keep packed samples apart"
+        raise TrainerError(
+            f"{type(model).__name__} {what}, and packing needs full attention that takes a mask. Fix: use_sequence_packing: false for this role"
+        )
+
+
+def _packs(model: nn.Module) -> bool:
+    """Whether two samples in one row have the hidden states that they have alone."""
+    device = next(model.parameters()).device
+    first, second = torch.arange(5, device=device)[None] % vocabulary(model), torch.arange(3, 10, device=device)[None] % vocabulary(model)
+    sizes = (first.shape[1], second.shape[1])
+    positions = torch.cat([torch.arange(size, device=device) for size in sizes])[None]
+    segments = torch.cat([torch.full((size,), number, device=device) for number, size in enumerate(sizes)])[None]
+    with torch.no_grad():
+        alone = torch.cat([hidden_states(model, ids) for ids in (first, second)], 1).float()
+        try:
+            together = hidden_states(model, torch.cat([first, second], 1), Packing(positions, segments)).float()
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return False  # the backbone takes no positions, or no mask of this shape
+    return float((together - alone).norm()) <= 0.02 * float(alone.norm())
 
 
 def check_head(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ import math
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from turnwise_torch.head import token_log_probs, token_values
 from turnwise_torch.microbatch import Layout, MicroBatch
 from turnwise_torch.objective import Sums, build_loss, column_tensors, kl_estimator, objective_columns, policy_objective, value_objective
 from turnwise_torch.optimizer import MasterAdamW
+from turnwise_torch.packing import DENSE, varlen
 from turnwise_torch.state import read_state, write_state
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
@@ -50,6 +51,8 @@ class TorchStrategy:
             self.model = self._load_model(context.dtype).to(self.device)
             if context.head == "lm":
                 models.check_head(self.model)
+            if context.use_sequence_packing:
+                models.check_packing(self.model)
             self.model.requires_grad_(context.trainable)
             self.optimizer = self._build_optimizer() if context.trainable else None
         if context.trainable and context.gradient_checkpointing:
@@ -78,6 +81,14 @@ class TorchStrategy:
                 )
             if context.dtype == "fp32":
                 problems.append(f"{role}.model_args.attn_implementation: {context.attn_implementation} needs dtype bf16 or fp16. Fix: sdpa")
+        if context.use_sequence_packing:
+            if not varlen(context.attn_implementation) and context.attn_implementation not in DENSE:
+                problems.append(
+                    f"{role}.use_sequence_packing: {context.attn_implementation} is not packed by strategy torch. "
+                    f"Fix: model_args.attn_implementation: sdpa, or use_sequence_packing: false"
+                )
+            if None in (context.max_tokens_per_microbatch_in_train, context.max_tokens_per_microbatch_in_infer):
+                problems.append(f"{role}.use_sequence_packing needs both token budgets")
         if context.trainable and context.objective is None:
             problems.append(f"{role} is trainable but has no objective")
         elif context.objective is not None:
@@ -134,8 +145,8 @@ class TorchStrategy:
         wanted = (columns["coef"] != 0) | (columns["weight"] != 0)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         sums: Sums = {}
-        for samples in layout.cut(context.per_device_train_batch_size, context.max_tokens_per_microbatch_in_train, wanted):
-            loss, metrics = self._terms(layout.micro_batch(samples, self.device), columns, update)
+        for batch in self._batches(layout, context.per_device_train_batch_size, context.max_tokens_per_microbatch_in_train, wanted):
+            loss, metrics = self._terms(batch, columns, update)
             loss.backward()
             self.optimizer.accumulate()
             total += loss.detach()
@@ -250,10 +261,18 @@ class TorchStrategy:
         layout = Layout(rows)
         out = np.zeros(len(layout.position), np.float32)
         with out_of_memory_told(phase, self.context.role, train=False), torch.no_grad():
-            for samples in layout.cut(self.context.infer_batch_size, self.context.max_tokens_per_microbatch_in_infer):
-                batch = layout.micro_batch(samples, self.device)
+            for batch in self._batches(layout, self.context.infer_batch_size, self.context.max_tokens_per_microbatch_in_infer):
                 out[batch.responses] = compute(batch).float().cpu().numpy()
         return out
+
+    def _batches(self, layout: Layout, rows: int, budget: int | None, wanted: np.ndarray | None = None) -> Iterator[MicroBatch]:
+        if self.context.use_sequence_packing:
+            assert budget is not None
+            for packed in layout.pack(budget, wanted, one_row=varlen(self.context.attn_implementation)):
+                yield layout.packed_batch(packed, self.device)
+        else:
+            for samples in layout.cut(rows, budget, wanted):
+                yield layout.micro_batch(samples, self.device)
 
     def _check_rows(self, rows: Rows) -> None:
         if rows.images:
