@@ -141,7 +141,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "
     lines = []
     for key in before.keys() & now.keys() if path == "$" else before.keys() | now.keys():
         old, new = before.get(key), now.get(key)
-        if path == "$" and key in MAY_CHANGE or old == new:
+        if old == new or (path == "$" and key in MAY_CHANGE):
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             lines += differences(old, new, f"{path}.{key}")
