@@ -22,7 +22,8 @@ def with_tasks(config: RunConfig, *, episodes: int | None = None, tag: str | Non
     manager = config.val_env_manager if split == "val" else config.train_env_manager
     if manager is None:
         raise ConfigError(
-            "$.val_env_manager is missing: there is nothing to evaluate on. Fix: add it (`turnwise rollout --split train` plays the training environments)."
+            "$.val_env_manager is missing: there is nothing to evaluate on. "
+            "Fix: add it (`turnwise rollout --split train` plays the training environments)."
         )
     manager = evolve(manager, generating_args=manager.generating_args or config.actor_infer.generating_args)
     if tag is not None:
