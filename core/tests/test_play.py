@@ -125,7 +125,7 @@ def test_the_backend_is_closed_when_the_environments_cannot_be_built(config: Run
 
     monkeypatch.setattr(FakeBackend, "close", close)
     bad = evolve(config, custom_envs={t: CustomEnv("fake", {"length": []}, Choice("fake")) for t in "AB"})
-    monkeypatch.setattr(assembly, "_num_tasks", lambda builder, tag: (_ for _ in ()).throw(ConfigError("cannot be built")))
+    monkeypatch.setattr(assembly, "number_of_tasks", lambda *_: (_ for _ in ()).throw(ConfigError("cannot be built")))
     with pytest.raises(ConfigError, match="cannot be built"):
         run(play.with_tasks(bad))
     assert closed == [True]

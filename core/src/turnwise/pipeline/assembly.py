@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,11 @@ from turnwise.contracts.inference import GeneratingArgs, InferenceBackend, Infer
 from turnwise.contracts.logger import Logger, LoggerContext
 from turnwise.contracts.runtime import RolePlan, Runtime, RuntimeContext
 from turnwise.contracts.train import LossChoice, Objective, TrainContext
-from turnwise.errors import ConfigError, PluginError
+from turnwise.errors import ConfigError
 from turnwise.pipeline.texts import environment_texts
+from turnwise.pipeline.trial import number_of_tasks
 from turnwise.plugins import registry
 from turnwise.rollout import RolloutSettings, Scheduler, TagPlan
-from turnwise.rollout.process import one_line
-
-log = logging.getLogger(__name__)
 
 
 @frozen
@@ -88,7 +84,7 @@ def tag_plans(config: RunConfig, manager: EnvManagerConfig, args: GeneratingArgs
                 group_size=manager.group_size,
                 step=env.step,
                 max_concurrent_steps=env.max_env_step_concurrent,
-                num_tasks=_num_tasks(builder, tag),
+                num_tasks=number_of_tasks(builder, tag, env.env_type, env.env_config, manager.reset_timeout),
             )
         )
     return plans
@@ -102,33 +98,6 @@ def limits(config: RunConfig, env: CustomEnv, args: GeneratingArgs) -> Limits:
         max_tokens_per_step=env.max_tokens_per_step or args.max_new_tokens,
         max_turns=env.max_steps,
     )
-
-
-def _num_tasks(builder: EnvironmentBuilder, tag: str) -> int | None:
-    """How many tasks a data-set environment holds; None for the others. Building one also shows that it can be built."""
-    try:
-        environment = builder()
-    except PluginError:
-        raise
-    except (Exception, SystemExit) as error:  # a stranger's constructor may raise anything
-        raise ConfigError(
-            f"custom_envs.{tag}: the environment {builder.name!r} cannot be built with env_config {dict(builder.options)}: "
-            f"{type(error).__name__}: {error}. Fix: correct env_config."
-        ) from error
-    count = getattr(environment, "num_tasks", None)
-    _close(environment, tag)
-    return count
-
-
-def _close(environment: Any, tag: str) -> None:
-    """Close an environment that was built to be looked at; an error in it is logged, as it is in a run."""
-    try:
-        closing = environment.close() if hasattr(environment, "close") else None
-    except (Exception, SystemExit) as error:
-        log.warning("%s.close raised %s", tag, one_line(error))
-        return
-    if inspect.iscoroutine(closing):  # nothing was started that it would have to end
-        closing.close()
 
 
 def scheduler(config: RunConfig, base: Path, backend: InferenceBackend, chat: Chat | None, *, evaluation: bool) -> Scheduler:

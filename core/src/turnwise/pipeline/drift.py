@@ -63,15 +63,15 @@ def drift_warnings(config: RunConfig, base: Path) -> list[str]:
     if not plans:
         return []
     chat = assembly.model_source(config, base).chat(folder)
-    return [line for plan in plans for line in _tried(plan, chat, config.seed)]
+    return [line for plan in plans for line in _tried(plan, chat, config)]
 
 
-def _tried(plan: TagPlan, chat: Chat, seed: int) -> list[str]:
+def _tried(plan: TagPlan, chat: Chat, config: RunConfig) -> list[str]:
     where = f"custom_envs.{plan.tag}.env_manager"
     for before, how in (("", "responses of an action alone"), (THINKING, "responses with <think>…</think> before the action")):
         try:
             turns = asyncio.run(
-                _played(evolve(plan, groups=1, group_size=1, limits=evolve(ROOM, max_turns=min(TURNS, plan.limits.max_turns))), chat, before, seed)
+                _played(evolve(plan, groups=1, group_size=1, limits=evolve(ROOM, max_turns=min(TURNS, plan.limits.max_turns))), chat, before, config)
             )
         except TurnwiseError as error:
             return [f"{where}: whether the chat template drifts could not be tried: {error}"]
@@ -88,8 +88,10 @@ def _tried(plan: TagPlan, chat: Chat, seed: int) -> list[str]:
     return []
 
 
-async def _played(plan: TagPlan, chat: Chat, before: str, seed: int) -> Sequence[Turn]:
-    scheduler = Scheduler([plan], RolloutSettings(seed=seed, max_env_failure_rate=0.5), _Writer(chat, before), chat)
+async def _played(plan: TagPlan, chat: Chat, before: str, config: RunConfig) -> Sequence[Turn]:
+    manager = config.train_env_manager
+    settings = RolloutSettings(seed=config.seed, step_timeout=manager.step_timeout, reset_timeout=manager.reset_timeout, max_env_failure_rate=0.5)
+    scheduler = Scheduler([plan], settings, _Writer(chat, before), chat)
     try:
         played = await scheduler.next_batch(0, version=0)
     finally:
