@@ -99,6 +99,8 @@ def test_settings_that_contradict_each_other_are_refused(run_yaml: Run, text: st
         ("", ["ratio_type=segment", "pg_variant=dppo"], "$.ratio_type: has no effect: pg_variant 'dppo' does not use the ratio that it chooses"),
         ("", ["pg_variant=gspo", "gspo_level=sample", "custom_envs.Lake.env_manager={use: stepwise, merge_steps: true}"],
          "$.custom_envs.Lake.env_manager.merge_steps: joins turns into rows, and pg_variant 'gspo' has a ratio per row"),
+        ("", ["model_update_buffer_size_mb=64"], "$.model_update_buffer_size_mb: has no effect: weights are shared or written as files"),
+        ("", ["actor_infer.use_sequence_packing=true"], "$.actor_infer.use_sequence_packing: has no effect: the backend cuts its own batches"),
         ("", ["target_kl=0.1"], "$.target_kl: has no effect: init_kl_coef is 0"),
         ("", ["kl_in_score=true"], "$.kl_in_score: has no effect: init_kl_coef is 0"),
         ("", ["actor_train.max_tokens_per_microbatch_in_train=512"],

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from attrs import evolve
+from attrs import evolve, fields
 
 from turnwise.config.report import Path, Report
 from turnwise.config.schema import CoefRange, EnvManagerConfig, Role, RunConfig
@@ -56,6 +56,7 @@ def check_relations(config: RunConfig, registry: Registry, report: Report) -> Ru
     _schedule(config, report)
     _kl(config, report)
     _trackers(config, report)
+    _without_effect(config, report)
     _loss(config, report)
     _correction(config, report)
     _roles(config, report)
@@ -218,6 +219,15 @@ def _correction(config: RunConfig, report: Report) -> None:
 def _mock(config: RunConfig, report: Report) -> None:
     if config.rollout_mock.enable and not config.rollout_mock.dump_dir:
         report.error(("rollout_mock",), "says not where the rollouts are. Fix: rollout_mock: {enable: true, mode: dump, dump_dir: FOLDER}")
+
+
+def _without_effect(config: RunConfig, report: Report) -> None:
+    """Keys that nothing reads: a backend cuts its batches itself, and no transport of this version streams weights."""
+    for key in ("use_dynamic_batching_in_train", "use_dynamic_batching_in_infer", "use_sequence_packing"):
+        if getattr(config.actor_infer, key):
+            report.warn(("actor_infer", key), "has no effect: the backend cuts its own batches (infer_batch_size)")
+    if config.model_update_buffer_size_mb != fields(RunConfig).model_update_buffer_size_mb.default:
+        report.warn(("model_update_buffer_size_mb",), "has no effect: weights are shared or written as files, none are streamed in buckets")
 
 
 def _trackers(config: RunConfig, report: Report) -> None:
