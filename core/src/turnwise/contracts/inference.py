@@ -49,7 +49,7 @@ class Request:
 @frozen
 class InferenceContext:
     """What a backend is built with: the prepared model folder and its chat (None for players that need no model), the seed,
-    `dtype` (bf16 | fp16 | fp32), `attn_implementation`, the devices, and the largest sequence."""
+    `dtype` (bf16 | fp16 | fp32), `attn_implementation`, the devices, the largest sequence, and how long a weight update may take."""
 
     model: Path | None
     chat: Chat | None
@@ -59,12 +59,14 @@ class InferenceContext:
     devices: tuple[int, ...] = ()
     sequence_length: int = 2048
     infer_batch_size: int = 0
+    weight_sync_timeout: float = 600.0
 
 
 class InferenceBackend(Protocol):
     """Built as `Backend(config, context)`; all methods but `live` are coroutines of the driver's event loop.
 
-    `input`: what requests carry. `transports`: how it can receive weights, best first (() for a player). Optional static `check`, as in
+    `input`: what requests carry. `transports`: how it can receive weights, best first (() for a player). Optional `receivers` (default 1):
+    how many engines read an offer, each for itself. Optional static `check`, as in
     turnwise.contracts.train.
     """
 

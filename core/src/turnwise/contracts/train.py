@@ -22,6 +22,26 @@ class Offer:
 
 
 @frozen
+class Ranks:
+    """The place of one process among those of its role: `rank` of `size`, `local_rank` on its host, and `address` ("host:port") where the
+    processes meet. The runtime fills it in; one process needs no group."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    address: str = ""
+
+
+@frozen
+class Lora:
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) in place of full training; `target`: module names, None: PEFT's choice."""
+
+    rank: int
+    alpha: int
+    target: tuple[str, ...] | str | None = None
+
+
+@frozen
 class LossChoice:
     """The policy loss by name with its structured options; every process builds it by name."""
 
@@ -46,7 +66,11 @@ class Objective:
 class TrainContext:
     """What a strategy is built with. `trainable` False: a frozen reference without an optimizer. `temperature`: that of sampling;
     all log-probs are of log_softmax(logits / temperature). Rates come with each update; the optimizer's other settings are here.
-    With `use_sequence_packing` both token budgets are given, and several samples stand in one row."""
+    With `use_sequence_packing` both token budgets are given, and several samples stand in one row.
+
+    `devices`: those of this process alone, `ranks` its place among the processes of the role. `lora`: train adapters only; parameters whose
+    names begin with one of `frozen` are not trained. Weights leave for the backend in buckets of `bucket_bytes`; every wait for the
+    other side ends after `weight_sync_timeout` seconds."""
 
     model: Path
     role: str
@@ -66,17 +90,30 @@ class TrainContext:
     max_tokens_per_microbatch_in_train: int | None = None
     max_tokens_per_microbatch_in_infer: int | None = None
     use_sequence_packing: bool = False
+    ranks: Ranks = Ranks()
+    lora: Lora | None = None
+    frozen: tuple[str, ...] = ()
+    bucket_bytes: int = 2**30
+    weight_sync_timeout: float = 600.0
 
 
 class TrainStrategy(Protocol):
     """Built as `Strategy(config, context)`: actor, critic and reference are the same kind.
 
-    It deals rows to ranks, cuts micro-batches (never through a sample), and steps once per `update`. It knows nothing of epochs,
-    schedules, aggregation or denominators: the objective is Σ coef·loss. Optional static `check(config, context) -> list[str]`: what can be
+    It cuts micro-batches (never through a sample), and steps once per `update`. It knows nothing of epochs, schedules, aggregation or
+    denominators: the objective is Σ coef·loss.
+
+    With several processes (`context.ranks.size` > 1) each is one strategy; the runtime calls every method on all of them at once. Rows are
+    dealt to the data parallel ranks by turnwise.data.dealing: each process gets its own share, which may be empty, and those of one data
+    parallel rank get the same. `logprobs` and `values` answer for the rows given, `UpdateResult.loss` and `sums` for the rows given,
+    `grad_norm` for all. Only rank 0 writes an offer's weights and an export; all take part in gathering them. `save` writes each process's
+    own part into the one folder. Optional static `check(config, context) -> list[str]`: what can be
     known before anything is built, one line each; a line that begins with `machine: ` is the machine's lack, not the configuration's fault.
     """
 
     transports: tuple[str, ...]
+    data_parallel: tuple[int, int]
+    """(rank, size) among the processes that see different rows; (0, 1) for one process."""
 
     def logprobs(self, rows: Rows) -> np.ndarray:
         """float32 [R]: log-prob of every sampled token."""
@@ -90,8 +127,8 @@ class TrainStrategy(Protocol):
         """One optimizer step. Raises TrainerError (out of memory, non-finite loss)."""
         ...
 
-    def offer(self, transport: str, version: int) -> Offer:
-        """The current weights, ready to be read by `transport`."""
+    def offer(self, transport: str, version: int, receivers: int = 1) -> Offer:
+        """The current weights, ready to be read by `transport`, once by each of `receivers` backends."""
         ...
 
     def send(self, offer: Offer) -> None:

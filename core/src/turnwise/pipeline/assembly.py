@@ -9,13 +9,13 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from turnwise.config.relations import token_budget
-from turnwise.config.schema import Choice, CustomEnv, EnvManagerConfig, Role, RunConfig
+from turnwise.config.schema import Choice, CustomEnv, EnvManagerConfig, ModelArgs, Role, RunConfig
 from turnwise.contracts.chat import Chat, Message, ModelSource, ModelSourceContext
 from turnwise.contracts.env_manager import Limits, ManagerContext
 from turnwise.contracts.inference import GeneratingArgs, InferenceBackend, InferenceContext
 from turnwise.contracts.logger import Logger, LoggerContext
 from turnwise.contracts.runtime import RolePlan, Runtime, RuntimeContext
-from turnwise.contracts.train import LossChoice, Objective, TrainContext
+from turnwise.contracts.train import Lora, LossChoice, Objective, TrainContext
 from turnwise.errors import ConfigError
 from turnwise.pipeline.texts import environment_texts
 from turnwise.pipeline.trial import number_of_tasks
@@ -148,6 +148,7 @@ def inference_context(config: RunConfig, model: Path | None, chat: Chat | None) 
         devices=role.device_mapping,
         sequence_length=config.sequence_length,
         infer_batch_size=role.infer_batch_size,
+        weight_sync_timeout=role.weight_sync_timeout,
     )
 
 
@@ -173,7 +174,18 @@ def train_context(config: RunConfig, role: Role, name: str, model: Path) -> Trai
         max_tokens_per_microbatch_in_train=token_budget(config, role, "train"),
         max_tokens_per_microbatch_in_infer=token_budget(config, role, "infer"),
         use_sequence_packing=role.use_sequence_packing,
+        lora=lora(role.model_args),
+        frozen=role.model_args.freeze_module_prefix,
+        bucket_bytes=config.model_update_buffer_size_mb * 2**20,
+        weight_sync_timeout=config.actor_infer.weight_sync_timeout,
     )
+
+
+def lora(args: ModelArgs) -> Lora | None:
+    """The adapters that a role trains, if it does; alpha defaults to the rank (a scale of 1)."""
+    if args.lora_rank is None:
+        return None
+    return Lora(args.lora_rank, args.lora_rank if args.lora_alpha is None else args.lora_alpha, args.lora_target)
 
 
 def objective(config: RunConfig) -> Objective:

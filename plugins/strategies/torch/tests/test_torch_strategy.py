@@ -18,10 +18,11 @@ from turnwise.data.rows import Rows, Update
 from turnwise.errors import ConfigError, EngineError, TrainerError
 from turnwise.plugins import registry
 from turnwise_torch import shared
+from turnwise_torch.base import gpu_memory
 from turnwise_torch.config import TorchConfig
 from turnwise_torch.fixtures import strategy_fixture
 from turnwise_torch.guard import out_of_memory_told
-from turnwise_torch.strategy import TorchStrategy, gpu_memory
+from turnwise_torch.strategy import TorchStrategy
 
 Build = Callable[..., TorchStrategy]
 
@@ -210,7 +211,7 @@ def test_a_token_outside_the_vocabulary_is_told(build: Build) -> None:
 
 def test_images_are_refused(build: Build) -> None:
     rows = Rows(np.array([1, 2], np.int32), np.array([0, 2]), np.array([False, True]), images=((np.zeros((1, 1, 3), np.uint8),),))
-    with pytest.raises(TrainerError, match="trains text models"):
+    with pytest.raises(TrainerError, match="takes text alone"):
         build().logprobs(rows)
 
 
@@ -312,7 +313,7 @@ def test_weights_on_disk_are_a_model_folder_that_the_next_offer_replaces(build: 
 
 
 def test_an_unknown_transport_is_told(build: Build) -> None:
-    with pytest.raises(TrainerError, match=r"no transport 'nccl'\. It has: shared, safetensors"):
+    with pytest.raises(TrainerError, match=r"no transport 'nccl'\. It has: shared, shared_memory, safetensors"):
         build().offer("nccl", 0)
 
 
@@ -332,7 +333,7 @@ def test_a_policy_loss_of_another_plugin_is_used_with_its_metrics(build: Build, 
         def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
             return view.extras["versions"] + 1.0 - view.log_probs, {"halves": torch.full_like(view.coef, 0.5)}
 
-    monkeypatch.setattr("turnwise_torch.strategy.build_loss", lambda objective: Mine())
+    monkeypatch.setattr("turnwise_torch.base.build_loss", lambda objective: Mine())
     x, w = build(objective=Objective(LossChoice("mine"))).update(update).sums["policy/halves"]
     assert x / w == 0.5
 

@@ -30,6 +30,12 @@ class MicroBatch:
     packing: Packing | None = None
 
 
+def padding(device: torch.device) -> MicroBatch:
+    """One response token after one token: what a rank computes, at coefficient zero, while others still have rows."""
+    one = torch.zeros(1, dtype=torch.int64, device=device)
+    return MicroBatch(input_ids=one[None], predictors=one, targets=one, responses=np.zeros(1, np.int64))
+
+
 @frozen(eq=False)
 class Layout:
     """Where the response tokens of `rows` are: computed once, then cut into micro-batches."""

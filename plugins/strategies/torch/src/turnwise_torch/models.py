@@ -131,6 +131,17 @@ def check_head(model: nn.Module) -> None:
         )
 
 
+def tied_names(model: nn.Module) -> set[str]:
+    """State-dict names whose tensor stands there under an earlier name too, such as `lm_head.weight` of tied embeddings."""
+    seen: set[int] = set()
+    tied = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            tied.add(name)
+        seen.add(id(tensor))
+    return tied
+
+
 def vocabulary(model: nn.Module) -> int:
     """The number of rows of the input embedding: ids must be smaller."""
     return backbone_of(model).get_input_embeddings().num_embeddings  # type: ignore[operator]

@@ -1,0 +1,191 @@
+"""Weights from a trainer to samplers on the same host: bucket by bucket through one block of shared memory.
+
+The sender listens on a unix socket, every receiver connects. For each bucket the sender writes its tensors into a memory-mapped file and
+tells every receiver names, dtypes, shapes and places as one line of JSON; it goes on when all have answered. So no more than one bucket
+exists beside the two models, and any process of the host can read, whoever started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import re
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnwise.errors import EngineError, TrainerError
+
+Bucket = list[tuple[str, Tensor]]
+"""Tensors under their Hugging Face names."""
+
+_LAYER = re.compile(r"^(.*?\b(?:layers|blocks|h)\.\d+)\.")
+_ALIGNMENT = 64
+
+
+def buckets(named: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bucket]:
+    """`named` tensors in buckets of at most `size` bytes, in order. A decoder layer is never split: one larger than `size` goes alone.
+
+    Engines fuse parts of a layer (query, key and value; gate and up) and need them together.
+    """
+    bucket: Bucket = []
+    filled = 0
+    for unit in _units(named):
+        bytes_ = sum(tensor.nbytes for _, tensor in unit)
+        if bucket and filled + bytes_ > size:
+            yield bucket
+            bucket, filled = [], 0
+        bucket += unit
+        filled += bytes_
+    if bucket:
+        yield bucket
+
+
+def _units(named: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+    unit: Bucket = []
+    layer: str | None = None
+    for name, tensor in named:
+        found = _LAYER.match(name)
+        belongs = found.group(1) if found else None
+        if unit and (belongs is None or belongs != layer):
+            yield unit
+            unit = []
+        unit.append((name, tensor))
+        layer = belongs
+    if unit:
+        yield unit
+
+
+class Sender:
+    """The trainer's side. `payload` goes into the offer; `send` serves `receivers` readers, each wait at most `timeout` seconds long."""
+
+    def __init__(self, receivers: int, timeout: float) -> None:
+        self._receivers, self._timeout = receivers, timeout
+        self._folder = Path(tempfile.mkdtemp(prefix="turnwise-"))
+        memory = Path("/dev/shm")
+        self._block = Path(tempfile.mkstemp(prefix="turnwise-weights-", dir=memory if memory.is_dir() else self._folder)[1])
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self._folder / "weights"))
+        self._listener.listen(receivers)
+        self.payload: dict[str, Any] = {"socket": str(self._folder / "weights"), "block": str(self._block)}
+
+    def send(self, buckets: Iterable[Bucket]) -> None:
+        """Stream all buckets to all receivers, then close. Raises TrainerError: a receiver did not come, answer or go on reading in time."""
+        lines: list[_Lines] = []
+        try:
+            deadline = time.monotonic() + self._timeout
+            while len(lines) < self._receivers:
+                self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+                lines.append(_Lines(self._listener.accept()[0], self._timeout))
+            for bucket in buckets:
+                told = {"tensors": self._write(bucket)}
+                for line in lines:
+                    line.write(told)
+                for line in lines:
+                    line.read()
+            for line in lines:
+                line.write({"tensors": None})
+            for line in lines:
+                line.read()
+        except (OSError, EOFError) as error:
+            what = "did not read the weights in time" if isinstance(error, TimeoutError) else "stopped reading the weights"
+            raise TrainerError(
+                f"weight update: {len(lines)} of {self._receivers} backends came, and one {what} (weight_sync_timeout {self._timeout:g} s)"
+            ) from error
+        finally:
+            for line in lines:
+                line.close()
+            self.close()
+
+    def _write(self, bucket: Bucket) -> list[Any]:
+        places, end = [], 0
+        for _, tensor in bucket:
+            places.append(end)
+            end += math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
+        with self._block.open("r+b") as file:
+            if self._block.stat().st_size < max(end, 1):
+                file.truncate(max(end, 1))
+            memory = mmap.mmap(file.fileno(), max(end, 1))
+        for (_, tensor), place in zip(bucket, places, strict=True):
+            if tensor.numel():
+                _view(memory, place, tensor.dtype, tensor.shape).copy_(tensor.detach())
+        return [[name, str(t.dtype).removeprefix("torch."), list(t.shape), place] for (name, t), place in zip(bucket, places, strict=True)]
+
+    def close(self) -> None:
+        """Withdraw the offer and free the shared memory; may be called twice."""
+        self._listener.close()
+        self._block.unlink(missing_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def receive(payload: Mapping[str, Any], timeout: float) -> Iterator[Bucket]:
+    """The sender's buckets, one after the other. Tensors are CPU views of shared memory, valid until the next one is asked for.
+
+    Raises EngineError: the sender is gone or was silent for `timeout` seconds. Ending the iteration early ends the sender's work too.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(timeout)
+    try:
+        connection.connect(payload["socket"])
+    except OSError as error:
+        connection.close()
+        raise EngineError(f"weight update: the trainer's offer at {payload['socket']} is gone ({error}). Both must run on one host") from error
+    lines = _Lines(connection, timeout)
+    try:
+        while True:
+            try:
+                told = lines.read()["tensors"]
+                if told is None:
+                    lines.write({})
+                    return
+            except (OSError, EOFError) as error:
+                raise EngineError("weight update: the trainer stopped sending, or was silent for too long (weight_sync_timeout)") from error
+            yield _read(Path(payload["block"]), told)
+            lines.write({})
+    finally:
+        lines.close()
+
+
+def _read(block: Path, told: Sequence[Any]) -> Bucket:
+    with block.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    return [(name, _view(memory, place, getattr(torch, dtype), torch.Size(shape))) for name, dtype, shape, place in told]
+
+
+def _view(memory: mmap.mmap, place: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    if not shape.numel():
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=place).view(shape)
+
+
+class _Lines:
+    """JSON, one object a line, on a connected socket."""
+
+    def __init__(self, connection: socket.socket, timeout: float) -> None:
+        connection.settimeout(timeout)
+        self._connection = connection
+        self._file = connection.makefile("rwb")
+
+    def write(self, message: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(message).encode() + b"\n")
+        self._file.flush()
+
+    def read(self) -> Any:
+        line = self._file.readline()
+        if not line:
+            raise EOFError
+        return json.loads(line)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the other side is gone with bytes unsent
+            self._file.close()
+        self._connection.close()

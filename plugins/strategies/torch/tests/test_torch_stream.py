@@ -1,0 +1,116 @@
+"""Weights through shared memory: every tensor arrives bit for bit, layers stay whole, and no side waits for ever."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from turnwise.errors import EngineError, TrainerError
+from turnwise_torch.stream import Bucket, Sender, buckets, receive
+
+
+def weights() -> list[tuple[str, Tensor]]:
+    made = torch.Generator().manual_seed(0)
+    names = ["model.embed_tokens.weight", *(f"model.layers.{i}.{part}" for i in range(12) for part in ("q", "k", "v")), "lm_head.weight"]
+    kinds = [torch.float32, torch.bfloat16]
+    return [(name, torch.randn(3, 5, generator=made).to(kinds[i % 2])) for i, name in enumerate(names)] + [("empty", torch.zeros(0, 4))]
+
+
+@given(st.integers(1, 2000))
+@settings(max_examples=50)
+def test_buckets_hold_everything_in_order_within_their_size_and_never_split_a_layer(size: int) -> None:
+    made = list(buckets(weights(), size))
+    assert [name for bucket in made for name, _ in bucket] == [name for name, _ in weights()]
+    layers: dict[str, int] = {}
+    for number, bucket in enumerate(made):
+        inside = {name.split(".")[2] for name, _ in bucket if ".layers." in name}
+        assert sum(t.nbytes for _, t in bucket) <= size or len(inside) <= 1
+        for layer in inside:
+            assert layers.setdefault(layer, number) == number
+
+
+def test_every_receiver_reads_every_tensor_bit_for_bit() -> None:
+    sender = Sender(receivers=2, timeout=10)
+    found: list[dict[str, Tensor]] = [{}, {}]
+
+    def read(into: dict[str, Tensor]) -> None:
+        for bucket in receive(sender.payload, 10):
+            into.update((name, tensor.clone()) for name, tensor in bucket)
+
+    readers = [threading.Thread(target=read, args=(into,)) for into in found]
+    for reader in readers:
+        reader.start()
+    sender.send(buckets(weights(), 200))
+    for reader in readers:
+        reader.join()
+    for into in found:
+        assert list(into) == [name for name, _ in weights()]
+        assert all(torch.equal(into[name], tensor) and into[name].dtype == tensor.dtype for name, tensor in weights())
+    assert not Path(sender.payload["block"]).exists()
+
+
+def _sum_elsewhere(payload: dict[str, str], answer: multiprocessing.Queue[float]) -> None:
+    answer.put(sum(float(tensor.double().sum()) for bucket in receive(payload, 20) for _, tensor in bucket))
+
+
+def test_another_process_reads_them() -> None:
+    context = multiprocessing.get_context("spawn")
+    sender, answer = Sender(1, 60), context.Queue()
+    reader = context.Process(target=_sum_elsewhere, args=(sender.payload, answer))
+    reader.start()
+    sender.send(buckets(weights(), 100))
+    assert answer.get(timeout=60) == pytest.approx(sum(float(t.double().sum()) for _, t in weights()))
+    reader.join()
+
+
+def test_a_sender_without_a_reader_gives_up_in_time() -> None:
+    with pytest.raises(TrainerError, match="0 of 1 backends came"):
+        Sender(1, 0.05).send(iter([weights()]))
+
+
+def test_a_reader_that_goes_away_ends_the_sending() -> None:
+    sender = Sender(1, 10)
+
+    def read_one() -> None:
+        stream = receive(sender.payload, 10)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+
+    reader = threading.Thread(target=read_one)
+    reader.start()
+    with pytest.raises(TrainerError, match="stopped reading"):
+        sender.send(buckets(weights(), 64))
+    reader.join()
+
+
+def test_a_sender_that_fails_ends_the_reading() -> None:
+    sender = Sender(1, 10)
+
+    def broken() -> list[Bucket]:
+        raise RuntimeError("no weights")
+        yield []
+
+    def send() -> None:
+        with pytest.raises(RuntimeError, match="no weights"):
+            sender.send(broken())
+
+    writer = threading.Thread(target=send)
+    writer.start()
+    with pytest.raises(EngineError, match="stopped sending"):
+        list(receive(sender.payload, 10))
+    writer.join()
+
+
+def test_an_offer_that_is_gone_is_told() -> None:
+    sender = Sender(1, 1)
+    sender.close()
+    sender.close()
+    with pytest.raises(EngineError, match="is gone"):
+        next(receive(sender.payload, 1))
