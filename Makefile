@@ -8,7 +8,11 @@ export MYPYPATH := core/src:$(subst $(eval) ,:,$(wildcard plugins/*/*/src))
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: train test check format docs clean setup study
+ENGINES := .venv-engines
+SGLANG := .venv-sglang
+INSTALL := pip install --quiet --disable-pip-version-check
+
+.PHONY: train test check format docs clean setup study setup-engines test-engines matrix
 
 $(VENV)/.ready: requirements/run.txt requirements/dev.txt $(wildcard core/pyproject.toml plugins/*/*/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
@@ -22,7 +26,29 @@ train: $(VENV)/.ready  ## the main job: FrozenLake from random weights
 	$(BIN)/turnwise train examples/frozen_lake.yaml $(ARGS)
 
 test: $(VENV)/.ready  ## all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not matrix" $(ARGS)
+
+# DeepSpeed, Megatron Core, Ray and vLLM live in one environment, SGLang with its own pins in another. Installed without dependencies: the
+# requirements are complete, and some engines ask for CUDA-linked packages that do not import on a CPU.
+$(ENGINES)/.ready: requirements/engines.txt $(wildcard core/pyproject.toml plugins/*/*/pyproject.toml)
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/$(INSTALL) --no-deps -r requirements/engines.txt
+	$(ENGINES)/bin/$(INSTALL) --no-deps --no-build-isolation $(addprefix -e ,$(DISTRIBUTIONS))
+	touch $@
+
+$(SGLANG)/.ready: requirements/sglang.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/$(INSTALL) --no-deps -r requirements/sglang.txt
+	touch $@
+
+setup-engines: $(ENGINES)/.ready $(SGLANG)/.ready  ## the two environments of the real engines
+
+test-engines: setup-engines  ## a short real run of every engine, and the table of what ran
+	TURNWISE_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python tests/engines.py $(ARGS)
+
+matrix: setup-engines  ## every engine test, and one YAML through every combination of engines; writes benchmarks/results/matrix.md
+	TURNWISE_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python tests/engines.py --all $(ARGS)
+	TURNWISE_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python benchmarks/matrix.py --write
 
 check: $(VENV)/.ready  ## lint, format, types, import rules, generated docs
 	$(BIN)/ruff check $(SOURCES)
@@ -38,9 +64,9 @@ format: $(VENV)/.ready  ## let ruff write the files
 docs: $(VENV)/.ready  ## write the generated pages: the configuration reference and the table of plugins
 	$(BIN)/python docs/generate.py
 
-study: $(VENV)/.ready  ## three seeds of the main job, one after the other; writes benchmarks/results/frozen_lake.md
+study: $(VENV)/.ready  ## every cut and estimator on FrozenLake, and Sokoban: about an hour, resumable (ARGS=--write, ARGS=--main-job)
 	$(BIN)/python benchmarks/study.py $(ARGS)
 
 clean:  ## remove the environment, caches and runs
-	rm -rf $(VENV) runs build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) $(SGLANG) runs build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

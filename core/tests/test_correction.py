@@ -16,7 +16,7 @@ from turnwise.config.schema import Choice, CorrectionFilter, EnvManagerConfig, I
 from turnwise.contracts.batch_adjust import PlannedUpdate
 from turnwise.data.batch import Batch
 from turnwise.errors import ConfigError
-from turnwise.pipeline.correction import corrected
+from turnwise.pipeline.correction import compared, corrected
 from turnwise.pipeline.old_logprobs import OldLogProbs
 from turnwise.pipeline.updates import updates
 from turnwise.testing.synthetic import batch_of, one_row, row_per_turn, trajectories
@@ -150,7 +150,8 @@ def test_metrics_are_over_the_tokens_that_train() -> None:
     _, found = corrected(batch.with_trajectories(trains=trains), settings(ImportanceWeight(True, upper_bound=1.1)))
     counted = trains[batch.tokens["trajectory"][batch.sampled]]
     ratios, differences = (np.array(x)[counted] for x in slow(batch, "token"))
-    assert found == pytest.approx({
+    assert compared(batch.with_trajectories(trains=trains)) | found == pytest.approx({
+        "correction/log_prob_diff/mean": np.abs(np.log(ratios)).mean(), "correction/log_prob_diff/max": np.abs(np.log(ratios)).max(),
         "correction/ratio/mean": ratios.mean(), "correction/ratio/max": ratios.max(), "correction/ratio/min": ratios.min(),
         "correction/prob_diff/mean": np.abs(differences).mean(), "correction/prob_diff/max": np.abs(differences).max(),
         "correction/weight/mean": np.minimum(ratios, 1.1).mean(), "correction/weight/clip_frac": (ratios > 1.1).mean(),

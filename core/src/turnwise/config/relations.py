@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from attrs import evolve, fields
+from attrs import evolve
 
 from turnwise.config.report import Path, Report
 from turnwise.config.schema import CoefRange, EnvManagerConfig, Role, RunConfig
@@ -20,7 +20,7 @@ POSITIVE: tuple[str, ...] = (
     "model_update_buffer_size_mb", "runtime_timeout", "max_grad_norm", "advantage_clip", "reward_clip", "value_clip", "loss_scale_factor",
     "kl_horizon", "target_kl", "num_gpus_per_node",
     "ROLE.training_args.per_device_train_batch_size", "ROLE.training_args.gradient_accumulation_steps", "ROLE.training_args.max_grad_norm",
-    "ROLE.max_tokens_per_microbatch_in_train", "ROLE.max_tokens_per_microbatch_in_infer", "ROLE.request_timeout", "ROLE.weight_sync_timeout",
+    "ROLE.model_args.lora_rank", "ROLE.model_args.lora_alpha", "ROLE.max_tokens_per_microbatch_in_train", "ROLE.max_tokens_per_microbatch_in_infer", "ROLE.request_timeout", "ROLE.weight_sync_timeout",
     "ROLE.generating_args.max_new_tokens", "MANAGER.generating_args.max_new_tokens",
     "MANAGER.num_env_groups", "MANAGER.group_size", "MANAGER.max_env_num_per_worker", "MANAGER.step_timeout", "MANAGER.reset_timeout",
     "custom_envs.TAG.max_steps", "custom_envs.TAG.max_tokens_per_step", "custom_envs.TAG.max_env_step_concurrent",
@@ -57,6 +57,7 @@ def check_relations(config: RunConfig, registry: Registry, report: Report) -> Ru
     _kl(config, report)
     _trackers(config, report)
     _without_effect(config, report)
+    _adapters(config, report)
     _loss(config, report)
     _correction(config, report)
     _roles(config, report)
@@ -222,12 +223,30 @@ def _mock(config: RunConfig, report: Report) -> None:
 
 
 def _without_effect(config: RunConfig, report: Report) -> None:
-    """Keys that nothing reads: a backend cuts its batches itself, and no transport of this version streams weights."""
+    """Keys that nothing reads: a backend cuts its batches itself, and some options belong to a choice that was not made."""
     for key in ("use_dynamic_batching_in_train", "use_dynamic_batching_in_infer", "use_sequence_packing"):
         if getattr(config.actor_infer, key):
             report.warn(("actor_infer", key), "has no effect: the backend cuts its own batches (infer_batch_size)")
-    if config.model_update_buffer_size_mb != fields(RunConfig).model_update_buffer_size_mb.default:
-        report.warn(("model_update_buffer_size_mb",), "has no effect: weights are shared or written as files, none are streamed in buckets")
+    estimator = config.adv_estimator
+    if config.gamma != 1.0 and not hasattr(estimator.config, "gamma") and config.init_kl_coef == 0:
+        turns = "; the discount from turn to turn is step_reward_gamma" if hasattr(estimator.config, "step_reward_gamma") else ""
+        report.warn(("gamma",), f"has no effect: adv_estimator {estimator.name!r} discounts no tokens{turns}")
+    if config.value_clip is not None and config.critic is None:
+        report.warn(("value_clip",), "has no effect: there is no critic")
+    if config.loss_scale_factor is not None and config.loss_agg_mode != "seq-mean-token-sum-norm":
+        report.warn(("loss_scale_factor",), f"has no effect: loss_agg_mode is {config.loss_agg_mode}. Fix: seq-mean-token-sum-norm")
+    loss = config.pg_variant.config
+    if getattr(loss, "dual_clip_c", None) is not None and getattr(loss, "dual_clip_loss", None) is False:
+        report.warn(("dual_clip_c",), "has no effect: dual_clip_loss is false. Fix: dual_clip_loss: true")
+
+
+def _adapters(config: RunConfig, report: Report) -> None:
+    """The rank alone switches LoRA on."""
+    for name in ("actor_train", "critic"):
+        role: Role | None = getattr(config, name)
+        for key in ("lora_alpha", "lora_target"):
+            if role is not None and role.model_args.lora_rank is None and getattr(role.model_args, key) is not None:
+                report.warn((name, "model_args", key), "has no effect: lora_rank is null, which trains the whole model")
 
 
 def _trackers(config: RunConfig, report: Report) -> None:

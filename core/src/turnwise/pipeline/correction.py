@@ -11,8 +11,30 @@ from turnwise.data.ops import trains
 LOG_RATIO_BOUND = 20.0
 
 
+def compared(batch: Batch) -> dict[str, float]:
+    """Metrics of the gap between the trainer's and the sampler's log-probs, over the sampled tokens of the trajectories that train.
+
+    Empty where there is nothing to compare: a token without a sampler's log-prob, or no pass of the trainer (`old_log_probs` NaN).
+    """
+    counted = trains(batch)[batch.tokens["trajectory"][batch.sampled]]
+    if not counted.any() or not batch.has_infer_log_probs or np.isnan(batch.tokens["old_log_probs"][batch.sampled]).any():
+        return {}
+    gap = Gap(batch)
+    ratio, difference = gap.ratio("token")[counted], np.abs(gap.difference("token"))[counted]
+    logs = np.abs(gap.trainer - gap.sampler)[counted]
+    return {
+        "correction/ratio/mean": float(ratio.mean()),
+        "correction/ratio/max": float(ratio.max()),
+        "correction/ratio/min": float(ratio.min()),
+        "correction/prob_diff/mean": float(difference.mean()),
+        "correction/prob_diff/max": float(difference.max()),
+        "correction/log_prob_diff/mean": float(logs.mean()),
+        "correction/log_prob_diff/max": float(logs.max()),
+    }
+
+
 def corrected(batch: Batch, config: RunConfig) -> tuple[Batch, dict[str, float]]:
-    """The batch for the actor's updates, and the metrics; unchanged without a correction.
+    """The batch for the actor's updates, and the metrics of the correction; unchanged without one.
 
     Token columns: `policy_weight` float64, a factor of the policy loss alone (not of KL and entropy terms); `policy_keep` bool, false
     where a filter drops the token: its coef is 0 in every term, while the denominators count it. Needs `old_log_probs` from a pass of the
@@ -78,14 +100,7 @@ def _metrics(gap: Gap, correction: TrainInferCorrection, weight: np.ndarray, kee
     """Over the sampled tokens of the trajectories that train; nothing where there are none."""
     if not counted.any():
         return {}
-    ratio, difference = gap.ratio("token")[counted], np.abs(gap.difference("token"))[counted]
-    out = {
-        "correction/ratio/mean": float(ratio.mean()),
-        "correction/ratio/max": float(ratio.max()),
-        "correction/ratio/min": float(ratio.min()),
-        "correction/prob_diff/mean": float(difference.mean()),
-        "correction/prob_diff/max": float(difference.max()),
-    }
+    out = {}
     if correction.is_weight.enabled:
         changed = weight != gap.ratio(correction.is_weight.weight_type)
         out |= {"correction/weight/mean": float(weight[counted].mean()), "correction/weight/clip_frac": float(changed[counted].mean())}

@@ -25,6 +25,7 @@ from turnwise.data.trajectory import Trajectory
 from turnwise.errors import CheckpointError, EngineError, TurnwiseError
 from turnwise.pipeline import advantages, assembly, checkpoint, correction, frames, guards, metrics, mock, report
 from turnwise.pipeline.old_logprobs import OldLogProbs
+from turnwise.pipeline.residence import Residence
 from turnwise.pipeline.tracking import Tracking
 from turnwise.pipeline.updates import plan_step, training_rows, updates
 from turnwise.rollout import RolloutResult
@@ -67,7 +68,7 @@ class Pipeline:
             self._take_up(start)
         self.folders.output.mkdir(parents=True, exist_ok=True)
         with guards.alone_in(self.folders.output):
-            self.runtime = assembly.runtime(self.config)
+            self.runtime = assembly.runtime(self.config, self.base)
             self.tracking = Tracking(assembly.loggers(self.config, self.plain))
             try:
                 with guards.stop_on_signals(self._stop):
@@ -100,11 +101,13 @@ class Pipeline:
         if "values" in self.estimator.needs:
             self.critic = await self.runtime.place(assembly.role_plan(config, "critic", self.model, self.chat))
             self.critic_adjust = self._policy(assembly.role_of(config, "critic"))
+        placed = {"actor_train": self.actor, "reference": self.reference, "critic": self.critic}
+        self.residence = Residence(config, placed, self.backend, one_model=self.transport == "shared")
         self.old_logprobs = OldLogProbs(config, shared=self.transport == "shared" and not mock.mocks(config))
-        self.scheduler = assembly.scheduler(config, self.base, self.backend, self.chat, evaluation=False)
+        self.scheduler = assembly.scheduler(config, self.base, self.backend, self.chat, evaluation=False, runtime=self.runtime)
         self.evaluator = None
         if config.val_env_manager is not None and config.eval_steps:
-            self.evaluator = assembly.scheduler(config, self.base, self.backend, self.chat, evaluation=True)
+            self.evaluator = assembly.scheduler(config, self.base, self.backend, self.chat, evaluation=True, runtime=self.runtime)
 
     def _policy(self, role: Role) -> BatchAdjust:
         """The batch-adjust policy with the role's own U."""
@@ -141,6 +144,7 @@ class Pipeline:
             log.warning("checkpoints that an earlier run left in %s were moved to %s", self.folders.checkpoints, aside)
         self.tracking.resume(first)
         await self._sync(first)
+        await self.residence.clear()
         return first
 
     async def _train(self, first: int) -> Outcome:
@@ -188,25 +192,36 @@ class Pipeline:
         if self.filters:
             out["rollout/filtered"] = float((~trains(batch)).sum())
         planned = plan_step(batch, self.adjust, self.config.seed, step)
+        await self.residence.sleep()
+        async with self.residence.using("actor_train"):
+            out |= await self._learn(batch, planned, step, times)
+            with _timed(times, "sync"):
+                await self.residence.wake()
+                await self._sync(step + 1)
+        out["tps/actor_train"] = out.get("tokens/total", 0.0) * self.config.ppo_epochs / max(times["actor_train"], 1e-9)
+        out["tps/rollout"] = out.get("tokens/sampled", 0.0) / max(times["rollout"], 1e-9)
+        return out
+
+    async def _learn(self, batch: Batch, planned: list[Any], step: int, times: dict[str, float]) -> dict[str, float]:
+        """From a batch of trajectories to the last of its updates."""
         batch = await self._log_probs(batch, len(planned), step, times)
         with _timed(times, "advantage"):
             if self._kl_coef > 0:
                 batch = advantages.add_kl_penalty(batch, self.config, self._kl_coef)
             batch = advantages.with_advantages(batch, self.estimator, self.config)
-        out |= metrics.advantage_metrics(batch, getattr(self.estimator, "normalization", None)) | self._adapt_kl(batch)
+        out = metrics.advantage_metrics(batch, getattr(self.estimator, "normalization", None)) | self._adapt_kl(batch)
         if self.critic is not None:
             with _timed(times, "critic_train"):
-                out |= await self._update_critic(batch, step)
+                async with self.residence.using("critic"):
+                    out |= await self._update_critic(batch, step)
+        if self.old_logprobs.recomputed:
+            out |= correction.compared(batch)
         batch, found = correction.corrected(batch, self.config)  # after the critic, whose loss it does not touch
         out |= found
         with _timed(times, "actor_train"):
             results, rate = await self._update(batch, planned, step)
-        out |= metrics.update_metrics(results) | {"policy/learning_rate": rate}
+        out |= metrics.update_metrics(results) | rate
         out["rollout/rows_added"] = float(sum(len(u.rows) for u in planned) - len(batch.samples))
-        out["tps/actor_train"] = out.get("tokens/total", 0.0) * self.config.ppo_epochs / max(times["actor_train"], 1e-9)
-        out["tps/rollout"] = out.get("tokens/sampled", 0.0) / max(times["rollout"], 1e-9)
-        with _timed(times, "sync"):
-            await self._sync(step + 1)
         return out
 
     def _trained(self) -> list[tuple[str, Any]]:
@@ -244,20 +259,23 @@ class Pipeline:
             batch = await self.old_logprobs.add(batch, self.actor, updates=planned * self.config.ppo_epochs, version=step)
         if self.reference is not None:
             with _timed(times, "reference"):
-                values = await self.reference.call("logprobs", training_rows(batch))
+                async with self.residence.using("reference"):
+                    values = await self.reference.call("logprobs", training_rows(batch))
             batch = batch.with_tokens(ref_log_probs=_spread(batch, values))
         if self.critic is not None:
             with _timed(times, "values"):
-                values = await self.critic.call("values", training_rows(batch))
+                async with self.residence.using("critic"):
+                    values = await self.critic.call("values", training_rows(batch))
             batch = batch.with_tokens(values=_spread(batch, values))
         return batch
 
-    async def _update(self, batch: Batch, planned: list[Any], step: int) -> tuple[list[UpdateResult], float]:
-        results, rate = [], 0.0
+    async def _update(self, batch: Batch, planned: list[Any], step: int) -> tuple[list[UpdateResult], dict[str, float]]:
+        results, rates = [], []
         for update in updates(batch, planned, self.config, self.config.actor_train, step, self.config.kl_loss_coef):
             results.append(await self.actor.call("update", update))
-            rate = update.lr
-        return results, rate
+            rates.append(update.lr)
+        self._history.trained(step, rates)
+        return results, {"policy/learning_rate": rates[-1]} if rates else {}
 
     async def _update_critic(self, batch: Batch, step: int) -> dict[str, float]:
         """The critic's updates: its own U, learning rate and, for its loss, token-mean."""
@@ -287,7 +305,7 @@ class Pipeline:
         timeout = self.config.actor_infer.weight_sync_timeout
         try:
             async with asyncio.timeout(timeout):
-                offer = await self.actor.call("offer", self.transport, version)
+                offer = await self.actor.call("offer", self.transport, version, getattr(self.backend, "receivers", 1))
                 await self.backend.pause()
                 _, now = await asyncio.gather(self.actor.call("send", offer), self.backend.receive(offer))
                 await self.backend.resume()
@@ -333,12 +351,16 @@ class Pipeline:
 
         async def write(folder: Path) -> None:
             for name, role in self._trained():
-                await role.call("save", folder / name)
-            await self.actor.call("export", folder / "model")
+                async with self.residence.using(name):
+                    await role.call("save", folder / name)
+                    if role is self.actor:
+                        await role.call("export", folder / "model")
 
         with _timed(times, "save"):
+            await self.residence.sleep()
             self.saved, self._saved_step = await checkpoint.save(self.folders.checkpoints, done, state, write), done
             checkpoint.prune(self.folders.checkpoints, self.config.max_ckpt_to_keep)
+            await self.residence.wake()
         log.info("saved %s", self.saved)
 
     async def _interrupted(self, done: int) -> None:
@@ -349,7 +371,7 @@ class Pipeline:
 
     def _log(self, step: int, values: dict[str, float], times: dict[str, float]) -> None:
         values |= {f"time/{name}": seconds for name, seconds in times.items()} | metrics.system_metrics()
-        self._history.last.update(values)
+        self._history.note(values)
         if step % self.config.logging_steps == 0 or step >= self.config.max_steps - 1 or self._evaluates(step):
             self.tracking.scalars(step, values)
 

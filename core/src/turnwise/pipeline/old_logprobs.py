@@ -25,6 +25,8 @@ class OldLogProbs:
     """
 
     def __init__(self, config: RunConfig, *, shared: bool) -> None:
+        self.recomputed = False
+        """Whether those of the latest batch are from a pass of the trainer, so that the sampler's can be compared with them."""
         self._mode = config.recompute_old_logprobs
         self._shared = shared
         self._correction = config.train_infer_correction is not None and config.train_infer_correction.active
@@ -34,6 +36,7 @@ class OldLogProbs:
     async def add(self, batch: Batch, actor: Any, *, updates: int, version: int) -> Batch:
         """The batch with the token column `old_log_probs` (NaN: the new ones, detached)."""
         how = self.choose(batch, updates, version)
+        self.recomputed = how == "recompute"
         sampled = batch.tokens["response_mask"]
         column = np.zeros(len(batch.tokens), np.float32)
         if how == "sampler":

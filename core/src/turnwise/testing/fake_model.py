@@ -263,7 +263,7 @@ class FakeStrategy:
         gradient = np.bincount(before, columns["coef"] * miss, VOCABULARY)
         return float((columns["coef"] * miss**2 / 2).sum()), gradient, {}
 
-    def offer(self, transport: str, version: int) -> Offer:
+    def offer(self, transport: str, version: int, receivers: int = 1) -> Offer:
         """`fake`: a copy of the weights; `shared`: the weights themselves."""
         return Offer(transport, version, {"weights": self._weights if transport == "shared" else self._weights.copy()})
 

@@ -22,6 +22,7 @@ from turnwise_hf.config import HfConfig
 from turnwise_hf.fixtures import backend_fixture
 from turnwise_torch.models import load_causal_lm
 from turnwise_torch.shared import lookup, publish, withdraw
+from turnwise_torch.stream import Sender, buckets
 
 T = TypeVar("T")
 
@@ -323,6 +324,45 @@ def test_a_folder_received_after_shared_weights_leaves_the_trainers_alone(make: 
     with_backend(folder, work)
     withdraw(key)
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.state_dict().items())
+
+
+def send(model: torch.nn.Module, sender: Sender, *without: str) -> threading.Thread:
+    weights = [(name, tensor) for name, tensor in model.state_dict().items() if name not in without]
+    thread = threading.Thread(target=sender.send, args=(buckets(weights, 10_000),))
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_streamed_weights_serve_in_the_backends_dtype(make: Callable[..., Path], folder: Path, dtype: str) -> None:
+    trainer = load_causal_lm(make(seed=8), dtype, "sdpa")
+
+    async def work(backend: HfBackend) -> Generation:
+        sender = Sender(1, 10)
+        thread = send(trainer, sender)
+        assert await backend.receive(Offer("shared_memory", 3, sender.payload)) == 3
+        thread.join()
+        return await backend.generate(request)
+
+    request = ask()
+    generation = with_backend(folder, work)
+    assert set(generation.versions.tolist()) == {3}  # type: ignore[union-attr]
+    check(generation, trainer.float(), request)
+
+
+def test_an_update_that_breaks_off_never_serves_half_of_it(make: Callable[..., Path], folder: Path) -> None:
+    trainer = load_causal_lm(make(seed=8), "fp32", "sdpa")
+
+    async def work(backend: HfBackend) -> None:
+        sender = Sender(1, 10)
+        thread = send(trainer, sender, "model.norm.weight")
+        with pytest.raises(EngineError, match=r"lack 1 of the model's tensors, such as 'model\.norm\.weight'"):
+            await backend.receive(Offer("shared_memory", 3, sender.payload))
+        thread.join()
+        with pytest.raises(EngineError, match="half old and half new"):
+            await backend.generate(ask())
+
+    with_backend(folder, work)
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_a_custom_chat_template_brings_its_special_tokens(make: Callable[..., Pa
     ("recipe", "message"),
     [
         ({"hiden_size": 8}, r"unknown key 'hiden_size'\. Did you mean 'hidden_size'\?"),
-        ({"architecture": "qwen"}, r"architecture: 'qwen' is not one of llama, qwen2, qwen3\. Did you mean 'qwen"),
+        ({"architecture": "qwen"}, r"architecture: 'qwen' is not one of llama, qwen2, qwen2_5_vl, qwen3\. Did you mean 'qwen"),
         ({"num_layers": 0}, "num_layers: 0 is not a positive integer"),
         ({"num_layers": True}, "num_layers: True is not a positive integer"),
         ({"hidden_size": "64"}, "hidden_size: '64' is not a positive integer"),

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from turnwise.errors import CheckpointError, EngineError, TrainerError
 from turnwise_torch import models, shared
 from turnwise_torch.fixtures import tiny_model
+from turnwise_torch.microbatch import plain
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
@@ -65,7 +66,7 @@ def test_the_value_head_starts_at_zero_and_is_read_from_an_exported_critic(folde
 def test_the_hidden_states_under_the_head_are_the_models_logits(folder: Path) -> None:
     model = models.load_causal_lm(folder, "fp32", "sdpa")
     models.check_head(model)
-    torch.testing.assert_close(model.lm_head(models.hidden_states(model, IDS)), model(IDS).logits)
+    torch.testing.assert_close(model.lm_head(models.hidden_states(model, plain(IDS))), model(IDS).logits)
 
 
 def test_a_model_that_changes_its_logits_after_the_head_is_refused(folder: Path) -> None:

@@ -23,10 +23,11 @@ from turnwise.errors import ConfigError, EngineError, TurnwiseError, listed
 from turnwise_hf.chat import HfChat
 from turnwise_hf.config import HfConfig
 from turnwise_hf.decoding import Row, Sampled, sample_batch
-from turnwise_hf.weights import ATTENTION, check_model, load_into
+from turnwise_hf.weights import ATTENTION, check_model, load_into, stream_into
 from turnwise_hf.worker import Worker
 from turnwise_torch.models import load_causal_lm
 from turnwise_torch.shared import lookup
+from turnwise_torch.vision import Vision, has_vision
 
 
 @define(eq=False)
@@ -58,7 +59,7 @@ class HfBackend:
     """
 
     input: Literal["ids", "messages"] = "ids"
-    transports: tuple[str, ...] = ("shared", "safetensors")
+    transports: tuple[str, ...] = ("shared", "shared_memory", "safetensors")
 
     def __init__(self, config: HfConfig, context: InferenceContext) -> None:
         """Raises ConfigError. The model is loaded by the first request, unless weights are received before."""
@@ -71,6 +72,7 @@ class HfBackend:
         self._config, self._context, self._folder = config, context, context.model
         self._chat: Chat = context.chat or HfChat(context.model)
         self._vocabulary = _vocabulary(context.model)
+        self._vision = Vision(context.model) if has_vision(context.model) else None
         self._device = torch.device(f"cuda:{context.devices[0]}" if context.devices and torch.cuda.is_available() else "cpu")
         self._worker = Worker("hf-inference")
         self._waiting: list[_Waiting] = []
@@ -82,6 +84,7 @@ class HfBackend:
         self._own: nn.Module | None = None
         self._checked: nn.Module | None = None
         self._asleep = False
+        self._half_written = False
 
     async def generate(self, request: Request) -> Generation:
         """Sample one response. Raises EngineError: a prompt without room or with ids outside the vocabulary, a failed batch (with its cause)."""
@@ -103,7 +106,8 @@ class HfBackend:
         self._start_if_ready()
 
     async def receive(self, offer: Offer) -> int:
-        """Serve the offered weights: `shared` (payload `key`, the trainer's own module) or `safetensors` (payload `folder`). Raises EngineError.
+        """Serve the offered weights: `shared` (payload `key`, the trainer's own module), `shared_memory` (turnwise_torch.stream) or `safetensors`
+        (payload `folder`). Raises EngineError.
 
         Between two tokens; a batch in progress goes on with the new weights and reads its sequences again. Returns the version.
         """
@@ -150,8 +154,8 @@ class HfBackend:
         args, where = request.args, f" (request of {request.tag})" if request.tag else ""
         if request.ids is None or not len(request.ids):
             raise EngineError(f"the hf backend takes token ids, and the request has none{where}")
-        if request.images:
-            raise EngineError(f"the hf backend takes text only, and the request holds {len(request.images)} images{where}")
+        if request.images and self._vision is None:
+            raise EngineError(f"the model takes text only, and the request holds {len(request.images)} images{where}")
         ids = int32(request.ids)
         room = self._context.sequence_length - len(ids)
         if room < 1:
@@ -163,7 +167,7 @@ class HfBackend:
             raise EngineError(f"token id {outside[0]} is outside the model's vocabulary of {self._vocabulary}{where}")
         if request.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0:
             raise EngineError(f"cannot sample {request.max_new_tokens} tokens with {args}{where}: outside the allowed ranges")
-        return Row(ids, min(request.max_new_tokens, room), request.seed, args, self._stopper(args.stop_strings))
+        return Row(ids, min(request.max_new_tokens, room), request.seed, args, self._stopper(args.stop_strings), request.images)
 
     def _stopper(self, strings: tuple[str, ...]) -> Callable[[np.ndarray], bool] | None:
         if not strings:
@@ -238,7 +242,7 @@ class HfBackend:
         try:
             with torch.no_grad():
                 hold.take()
-                return sample_batch(rows, gate, self._chat.stop_ids, aborted)
+                return sample_batch(rows, gate, self._chat.stop_ids, aborted, self._vision)
         except torch.OutOfMemoryError as error:
             longest = max(len(row.ids) + row.limit for row in rows)
             raise EngineError(
@@ -250,6 +254,8 @@ class HfBackend:
 
     def _current(self) -> _Serving:
         """What serves, loaded at first use."""
+        if self._half_written:
+            raise EngineError("the last weight update broke off, the backend's weights are half old and half new. Fix: resume from the checkpoint")
         if self._serving is None:
             self._serving = _Serving(self._load(), threading.Lock(), 0, own=True)
         return self._serving
@@ -266,7 +272,12 @@ class HfBackend:
         else:
             # Never into the trainer's module: an own one takes its place.
             model = self._load()
-            load_into(model, Path(offer.payload["folder"]))
+            if offer.transport == "shared_memory":
+                self._half_written = True
+                stream_into(model, offer.payload, self._context.weight_sync_timeout)
+                self._half_written = False
+            else:
+                load_into(model, Path(offer.payload["folder"]))
             self._serving = _Serving(model, threading.Lock(), offer.version, own=True)
         return offer.version
 

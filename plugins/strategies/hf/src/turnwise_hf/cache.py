@@ -23,7 +23,7 @@ class RowCache(Cache):
 
     def __init__(self, rows: int, capacity: int, model: torch.nn.Module) -> None:
         # Not the parent's: it holds the layers' storage, which this class replaces.
-        config: Any = model.config
+        config: Any = model.config.get_text_config()  # type: ignore[operator]
         weight = next(model.parameters())
         self.layers: list[Any] = []
         self._eager = config._attn_implementation == "eager"
@@ -36,6 +36,8 @@ class RowCache(Cache):
         self._positions: Tensor | None = None
         self._every = torch.arange(rows, device=weight.device)
         self._start = 0
+        self.shift: Tensor | None = None
+        """int64 [rows]: by how much a row's next position id differs from its number of tokens, where images came before; None: nowhere."""
 
     @property
     def capacity(self) -> int:
@@ -53,8 +55,8 @@ class RowCache(Cache):
         self._rows, self._end = slice(None), int(positions.max()) + 1
         self._grow(self._end)
         self._positions = torch.from_numpy(positions).to(self._every.device)
-        position_ids = self._positions[:, None]
-        return position_ids, self._mask(position_ids)
+        places = self._positions[:, None]
+        return places if self.shift is None else places + self.shift[:, None], self._mask(places)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [rows, heads, tokens, head size] of one layer; give all keys and values up to the end of the pass."""
@@ -77,6 +79,8 @@ class RowCache(Cache):
         self._keys = [layer.index_select(0, rows) for layer in self._keys]
         self._values = [layer.index_select(0, rows) for layer in self._values]
         self._every = torch.arange(len(rows), device=rows.device)
+        if self.shift is not None:
+            self.shift = self.shift.index_select(0, rows)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Asked for by models that make positions of their own; here they are given."""

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from turnwise.contracts.chat import Message
 from turnwise.data.trajectory import int32
 from turnwise.errors import ConfigError
+from turnwise_torch.vision import Vision, has_vision
 
 _SENTINEL = "turnwise7b1d5e"
 """Stands for the sampled response in a rendered conversation. No white space and no marks: no template strips or cuts it."""
@@ -53,7 +54,7 @@ class Recent(Generic[T]):
 
 
 class HfChat:
-    """A `turnwise.contracts.chat.Chat` of a folder's tokenizer and chat template, for text.
+    """A `turnwise.contracts.chat.Chat` of a folder's tokenizer and chat template, for text, and for images where the model has a vision tower.
 
     Returned arrays are cached and read-only. Several threads may use it.
     """
@@ -65,6 +66,8 @@ class HfChat:
             self.tokenizer = _load_tokenizer(self.folder)
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise ConfigError(f"cannot load the tokenizer in {self.folder}: {_first_line(error)}. Fix: save it with save_pretrained") from error
+        self._vision = Vision(self.folder) if has_vision(self.folder) else None
+        self._image_text = None if self._vision is None else str(self.tokenizer.convert_ids_to_tokens(self._vision.token))
         if not self.tokenizer.chat_template:
             raise ConfigError(f"{self.folder} has no chat template. Fix: put a Jinja template into it as chat_template.jinja")
         self._backend = self._fast_backend()
@@ -78,13 +81,17 @@ class HfChat:
         ends = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, self.tokenizer.pad_token_id}
         self._ends = np.array(sorted((ends - {None}) | set(self.stop_ids)), np.int32)
 
+    def __reduce__(self) -> tuple[type[HfChat], tuple[Path]]:
+        """Another process reads the folder again."""
+        return HfChat, (self.folder,)
+
     def render(self, messages: Sequence[Message], images: Sequence[np.ndarray] = (), tools: Sequence[dict[str, Any]] | None = None) -> np.ndarray:
         """int32 ids of the conversation, ending with the header of the assistant's turn to come. Raises ConfigError (template, images)."""
-        plain = self._text_only(messages, images)
-        key = (_key(plain), json.dumps(list(tools)) if tools else None)
+        plain, counts = self._plain_messages(messages, images)
+        key = (_key(plain), counts, json.dumps(list(tools)) if tools else None)
         ids = self._rendered.get(key)
         if ids is None:
-            ids = self._encode(self._template(plain, tools=tools))
+            ids = self._encode(self._template(plain, tools=tools), counts)
             self._rendered.put(key, ids, len(ids))
         return ids
 
@@ -95,11 +102,11 @@ class HfChat:
         They are what the template writes after the last assistant's content of a conversation, so neither what it puts before (a default
         system prompt) nor what it does to earlier turns (thinking stripped) matters, and no sampled token is encoded again.
         """
-        plain = self._text_only(messages, images)
-        key = _key(plain)
+        plain, counts = self._plain_messages(messages, images)
+        key = (_key(plain), counts)
         known = self._continuations.get(key)
         if known is None:
-            continuation = self._encode(self._after_sentinel(plain, add_generation_prompt=True))
+            continuation = self._encode(self._after_sentinel(plain, add_generation_prompt=True), counts)
             closing = len(self._encode(self._after_sentinel([], add_generation_prompt=False)))
             known = self._continuations.put(key, (continuation, closing), len(continuation))
         continuation, closing = known
@@ -135,8 +142,19 @@ class HfChat:
         backend.no_padding()
         return backend
 
-    def _encode(self, text: str) -> np.ndarray:
+    def _encode(self, text: str, counts: Sequence[int] = ()) -> np.ndarray:
+        """int32 ids; the token of each image is repeated as often as `counts` says."""
         ids = int32(self._backend.encode(text, add_special_tokens=False).ids)
+        if self._vision is not None:
+            places = np.flatnonzero(ids == self._vision.token)
+            if len(places) != len(counts):
+                raise ConfigError(
+                    f"the chat template of {self.folder} wrote {len(places)} image tokens for {len(counts)} images. "
+                    "Fix: a template that shows parts of type image"
+                )
+            times = np.ones(len(ids), np.int64)
+            times[places] = counts
+            ids = np.repeat(ids, times)
         ids.flags.writeable = False
         return ids
 
@@ -175,19 +193,31 @@ class HfChat:
                 stops += eos if isinstance(eos, list) else [eos]
         return tuple(token for token in dict.fromkeys(stops) if token is not None)
 
-    def _text_only(self, messages: Sequence[Message], images: Sequence[np.ndarray]) -> list[Message]:
-        """The messages with lists of text parts joined. Raises ConfigError for images."""
-        if len(images):
-            raise self._no_images()
-        return [message if isinstance(message.get("content"), str) else {**message, "content": self._joined(message)} for message in messages]
+    def _plain_messages(self, messages: Sequence[Message], images: Sequence[np.ndarray]) -> tuple[list[Message], tuple[int, ...]]:
+        """The messages as the template takes them, text parts joined where no image is among them, and the number of tokens of each image.
 
-    def _joined(self, message: Message) -> Any:
-        content = message.get("content")
-        if not isinstance(content, list):
-            return content
-        if any(part.get("type") != "text" for part in content):
+        Raises ConfigError for an image that a text model cannot see."""
+        if self._vision is None and len(images):
             raise self._no_images()
-        return "".join(part["text"] for part in content)
+        plain: list[Message] = []
+        counts: list[int] = []
+        for message in messages:
+            content = message.get("content")
+            if not isinstance(content, list):
+                plain.append({**message, "content": self._text(content)} if isinstance(content, str) else message)
+            elif all(part.get("type") == "text" for part in content):
+                plain.append({**message, "content": self._text("".join(part["text"] for part in content))})
+            elif self._vision is None:
+                raise self._no_images()
+            else:
+                shown = [{"type": "image"} if part.get("type") == "image" else {**part, "text": self._text(part["text"])} for part in content]
+                plain.append({**message, "content": shown})
+                counts += [self._vision.tokens(part["image"]) for part in content if part.get("type") == "image"]
+        return plain, tuple(counts)
+
+    def _text(self, text: str) -> str:
+        """`text` without the image token: a response that held one, shown again as history, is no image."""
+        return text if self._image_text is None else text.replace(self._image_text, "")
 
     def _no_images(self) -> ConfigError:
         return ConfigError(f"{self.folder} is taken as a text model, but a message holds an image. Fix: a text rendering of the environment")

@@ -14,6 +14,7 @@ from turnwise.contracts.inference import GeneratingArgs
 from turnwise.errors import EngineError
 from turnwise_hf.cache import RowCache
 from turnwise_hf.sampling import Rules, draw
+from turnwise_torch.vision import Vision, embedded
 
 _PREFILL_TOKENS = 16384
 """Padded tokens of one prefill pass at most (a single longer prompt is one pass): bounds memory, and pads short prompts by little."""
@@ -26,13 +27,14 @@ _RESERVED = 16
 @frozen(eq=False)
 class Row:
     """One response to sample: `ids` int32 [p], p ≥ 1, at most `limit` ≥ 1 tokens. `stopped(ids) → bool` looks for stop strings after each
-    token."""
+    token. `images`: those that stand in `ids`."""
 
     ids: np.ndarray
     limit: int
     seed: int
     args: GeneratingArgs
     stopped: Callable[[np.ndarray], bool] | None = None
+    images: tuple[np.ndarray, ...] = ()
 
 
 @frozen(eq=False)
@@ -49,20 +51,23 @@ Gate = Callable[[], tuple[nn.Module, int]]
 """Called before every token: may wait, and tells the model and the version that sample the next token."""
 
 
-def sample_batch(rows: Sequence[Row], gate: Gate, stop_ids: Sequence[int], aborted: Set[int] = frozenset()) -> list[Sampled]:
+def sample_batch(
+    rows: Sequence[Row], gate: Gate, stop_ids: Sequence[int], aborted: Set[int] = frozenset(), vision: Vision | None = None
+) -> list[Sampled]:
     """Sample every row to its end, in one batch. Raises EngineError if logits are not finite.
 
-    `aborted`: indices of rows that nobody waits for any more; it may grow meanwhile, from another thread.
+    `aborted`: indices of rows that nobody waits for any more; it may grow meanwhile, from another thread. `vision`: the image side of the
+    model, needed where rows hold images.
 
     The tokens of a row depend on its seed, ids and the weights alone, beyond rounding. When the gate brings another version, the keys and
     values of the old weights are dropped and everything read again, so a token's log-prob always belongs to its version's weights.
     """
-    return _Batch(rows, gate, stop_ids, aborted).run()
+    return _Batch(rows, gate, stop_ids, aborted, vision).run()
 
 
 class _Batch:
-    def __init__(self, rows: Sequence[Row], gate: Gate, stop_ids: Sequence[int], aborted: Set[int]) -> None:
-        self._rows, self._gate, self._aborted = rows, gate, aborted
+    def __init__(self, rows: Sequence[Row], gate: Gate, stop_ids: Sequence[int], aborted: Set[int], vision: Vision | None) -> None:
+        self._rows, self._gate, self._aborted, self._vision = rows, gate, aborted, vision
         self._rules = Rules.of([row.args for row in rows], [row.seed for row in rows])
         self._limits = np.array([row.limit for row in rows])
         self._watched = [index for index, row in enumerate(rows) if row.stopped is not None]
@@ -77,7 +82,7 @@ class _Batch:
     def run(self) -> list[Sampled]:
         model, version = self._gate()
         live = np.arange(len(self._rows))
-        logits, order, cache = prefill(model, [row.ids for row in self._rows])
+        logits, order, cache = self._prefill(model, [row.ids for row in self._rows], live)
         live, lengths = live[order], np.array([len(self._rows[index].ids) for index in order], np.int64)
         running = np.ones(len(live), bool)
         step = 0
@@ -91,7 +96,7 @@ class _Batch:
             now = self._gate()
             if now != (model, version):
                 (model, version), live = now, live[running]
-                logits, order, cache = prefill(model, [self._sequence(index, step) for index in live])
+                logits, order, cache = self._prefill(model, [self._sequence(index, step) for index in live], live)
                 live = live[order]
                 lengths = np.array([len(self._rows[index].ids) + step for index in live], np.int64)
                 running = np.ones(len(live), bool)
@@ -103,6 +108,13 @@ class _Batch:
             logits = decode(model, cache, tokens, lengths)
             # A row that has finished but was not dropped writes the same place again and again.
             lengths = lengths + running
+
+    def _prefill(self, model: nn.Module, prompts: list[np.ndarray], live: np.ndarray) -> tuple[Tensor, np.ndarray, RowCache]:
+        images = [self._rows[index].images for index in live]
+        if not any(images):
+            return prefill(model, prompts)
+        assert self._vision is not None
+        return prefill_images(model, prompts, images, self._vision)
 
     def _sequence(self, index: int, step: int) -> np.ndarray:
         return np.concatenate([self._rows[index].ids, self._tokens[index, :step]])
@@ -173,6 +185,32 @@ def prefill(model: nn.Module, prompts: Sequence[np.ndarray], reserved: int = _RE
         cache.select(source)
         every = every.index_select(0, source)
     return every, order, cache
+
+
+def prefill_images(
+    model: Any, prompts: Sequence[np.ndarray], images: Sequence[Sequence[np.ndarray]], vision: Vision, reserved: int = _RESERVED
+) -> tuple[Tensor, np.ndarray, RowCache]:
+    """As `prefill`, for a batch in which some prompts hold images. Every prompt is read by itself: images make equal ids different."""
+    lengths = np.array([len(prompt) for prompt in prompts])
+    order = np.argsort(lengths, kind="stable")
+    cache = RowCache(len(prompts), int(lengths.max()) + reserved, model)
+    device = next(model.parameters()).device
+    shift = torch.zeros(len(prompts), dtype=torch.int64, device=device)
+    logits = []
+    for row, index in enumerate(order):
+        ids = torch.from_numpy(prompts[index].astype(np.int64))[None].to(device)
+        _, mask = cache.block(slice(row, row + 1), 0, ids.shape[1])
+        found, shown = vision.find(prompts[index], images[index])
+        pixels = vision.pixels(shown, device)
+        if pixels is None:
+            given = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1], device=device)[None]}
+        else:
+            embeddings, places, shift[row : row + 1] = embedded(model.base_model, ids, pixels, torch.from_numpy(found)[None].to(device))
+            given = {"inputs_embeds": embeddings, "position_ids": places}
+        output = model.base_model(attention_mask=mask, past_key_values=cache, use_cache=True, **given)
+        logits.append(_head(model, output.last_hidden_state[:, -1]))
+    cache.shift = shift
+    return torch.cat(logits), order, cache
 
 
 def decode(model: nn.Module, cache: RowCache, tokens: np.ndarray, positions: np.ndarray) -> Tensor:

@@ -18,23 +18,27 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from turnwise.contracts.chat import Message
 from turnwise.errors import ConfigError, MachineError
 from turnwise_hf.config import Recipe
 from turnwise_hf.folder import folder_problems
-from turnwise_hf.tokenizers import build_tokenizer, save_tokenizer, shown_texts
+from turnwise_hf.tokenizers import IMAGE, VIDEO, VISION_END, VISION_START, build_tokenizer, save_tokenizer, shown_texts
 from turnwise_torch.models import quiet
 
 _ARCHITECTURES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
 }
 _LAYOUT = 1
 """Part of the digest: raised when this file or the tokenizers change what a recipe gives."""
@@ -78,6 +82,8 @@ def _write(recipe: Recipe, texts: Sequence[str], seed: int, folder: Path) -> Non
     tokenizer = build_tokenizer(recipe, texts)
     with quiet():
         build_model(recipe, tokenizer, seed).save_pretrained(folder)
+    if recipe.architecture == "qwen2_5_vl":
+        Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=recipe.max_pixels).save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
 
 
@@ -101,11 +107,37 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -
     }
     if recipe.architecture == "qwen3":
         options["head_dim"] = recipe.hidden_size // recipe.num_heads
+    if recipe.architecture == "qwen2_5_vl":
+        options = _with_vision(recipe, options, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config_class(**options))
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return model
+
+
+def _with_vision(recipe: Recipe, text: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """The options of a vision-language model around those of its text model."""
+    half = recipe.hidden_size // recipe.num_heads // 2
+    sections = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]  # time, height, width: the shares of Qwen2.5-VL
+    vision = {
+        "depth": recipe.num_layers,
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": text["intermediate_size"],
+        "num_heads": recipe.num_heads,
+        "out_hidden_size": recipe.hidden_size,
+        "window_size": 112,
+        "fullatt_block_indexes": [recipe.num_layers - 1],
+        "initializer_range": recipe.initializer_range,
+    }
+    names = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
+    return {
+        "text_config": {**text, "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": sections}},
+        "vision_config": vision,
+        "tie_word_embeddings": recipe.tie_word_embeddings,
+        "dtype": "float32",
+        **{key: tokenizer.convert_tokens_to_ids(name) for key, name in names.items()},
+    }
 
 
 def _move(making: Path, folder: Path) -> None:

@@ -16,10 +16,17 @@ from turnwise.errors import ConfigError, MachineError
 from turnwise_hf.config import Recipe
 
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+IMAGE, VIDEO, VISION_START, VISION_END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
 UNKNOWN = "<unk>"
 CHATML = (
     "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VISION_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _WORDS = r" ?[^\W\d_]+| ?\d| ?[^\w\s]| ?_|\s"
@@ -31,8 +38,9 @@ _SPECIAL = re.compile(r"<\|[^|<>\s]+\|>")
 
 def build_tokenizer(recipe: Recipe, texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """The recipe's tokenizer with its chat template. Equal recipes and sets of texts give equal tokenizers. Raises ConfigError."""
-    template = recipe.chat_template or CHATML
-    special = list(dict.fromkeys([END_OF_TEXT, START, END, *_SPECIAL.findall(template)]))
+    template = template_of(recipe)
+    vision = (IMAGE, VIDEO, VISION_START, VISION_END) if recipe.architecture == "qwen2_5_vl" else ()
+    special = list(dict.fromkeys([END_OF_TEXT, START, END, *vision, *_SPECIAL.findall(template)]))
     # Sorted and without copies: the order in which episodes were played must not matter.
     corpus = sorted(set(texts)) + _template_texts(template, special)
     backend = _word_level(corpus, special) if recipe.tokenizer == "word" else _byte_bpe(corpus, special, recipe.vocab_size)
@@ -44,9 +52,14 @@ def build_tokenizer(recipe: Recipe, texts: Iterable[str]) -> PreTrainedTokenizer
     return tokenizer
 
 
+def template_of(recipe: Recipe) -> str:
+    """The recipe's chat template, or ChatML, with images where the architecture sees them."""
+    return recipe.chat_template or (VISION_CHATML if recipe.architecture == "qwen2_5_vl" else CHATML)
+
+
 def shown_texts(recipe: Recipe, messages: Iterable[Message]) -> set[str]:
     """The texts of `messages` whose role the recipe's chat template shows."""
-    template = recipe.chat_template or CHATML
+    template = template_of(recipe)
     probe = "turnwise"
     shown = {role for role in _ROLES if any(probe in text for text in _rendered(template, role, probe))}
     return {message["content"] for message in messages if message["role"] in shown}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from turnwise.errors import EngineError, listed
 from turnwise_hf.decoding import decode, prefill
 from turnwise_hf.folder import weight_files
+from turnwise_torch.stream import receive
 
 ATTENTION = ("sdpa", "eager")
 """The attention implementations that take a mask per row."""
@@ -24,8 +26,8 @@ def check_model(model: nn.Module) -> None:
     Refused by name: linear or sliding-window layers, an attention that takes no mask per row. Whatever else an architecture does (changes
     its logits after the head, keeps another kind of cache) shows in a trial of six tokens.
     """
-    config: Any = model.config
-    name = f"{type(model).__name__} ({config.model_type})"
+    config: Any = model.config.get_text_config()  # type: ignore[operator]
+    name = f"{type(model).__name__} ({model.config.model_type})"
     layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None):
         layers.add("sliding_attention")
@@ -65,6 +67,26 @@ def load_into(model: nn.Module, folder: Path) -> None:
                     state[name].copy_(weights.get_tensor(name))
     except (OSError, SafetensorError) as error:
         raise EngineError(f"cannot read the weights in {folder}: {error}") from error
+
+
+def stream_into(model: nn.Module, payload: Mapping[str, Any], timeout: float) -> None:
+    """Copy a turnwise_torch.stream of weights into `model`, in place, cast to its dtype. Raises EngineError.
+
+    Tensors are written as they come: one that the model does not have, of another shape, or missing at the end leaves a model that must
+    not serve.
+    """
+    state = model.state_dict()
+    missing = set(state)
+    for bucket in receive(payload, timeout):
+        for name, tensor in bucket:
+            if name not in state or state[name].shape != tensor.shape:
+                has = f"one of shape {tuple(state[name].shape)}" if name in state else "none of that name"
+                raise EngineError(f"the trainer sent {name!r} of shape {tuple(tensor.shape)}, the model has {has}. Fix: one pretrain for both")
+            with torch.no_grad():
+                state[name].copy_(tensor)
+            missing.discard(name)
+    if missing:
+        raise EngineError(f"the trainer's weights lack {len(missing)} of the model's tensors, such as {min(missing)!r}")
 
 
 def _shapes(path: Path) -> list[tuple[str, tuple[int, ...]]]:

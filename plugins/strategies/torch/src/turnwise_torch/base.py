@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 
 from turnwise.contracts.train import Offer, TrainContext
 from turnwise.data.rows import Rows, Update, UpdateResult
-from turnwise.errors import TrainerError
-from turnwise_torch import models
+from turnwise.errors import ConfigError, TrainerError
+from turnwise_torch import lora, models
 from turnwise_torch.export import remove, write_model
 from turnwise_torch.guard import out_of_memory_told
 from turnwise_torch.head import token_log_probs, token_values
@@ -25,6 +26,7 @@ from turnwise_torch.objective import Sums, build_loss, column_tensors, objective
 from turnwise_torch.packing import varlen
 from turnwise_torch.ranks import ProcessGroup
 from turnwise_torch.stream import Sender, buckets
+from turnwise_torch.vision import Vision, has_vision
 
 
 class ModelStrategy:
@@ -44,6 +46,9 @@ class ModelStrategy:
             self.transports = ()
         self.group = ProcessGroup(context.ranks, device)
         self.loss = build_loss(context.objective) if context.trainable and context.head == "lm" and context.objective else None
+        self.vision = Vision(context.model) if has_vision(context.model) else None
+        if self.vision is not None and context.use_sequence_packing:
+            raise ConfigError(f"{context.role}.use_sequence_packing: a vision-language model is not packed. Fix: use_sequence_packing: false")
         self._updates = 0
         self._sender: Sender | None = None
         self._folder: Path | None = None
@@ -66,14 +71,19 @@ class ModelStrategy:
         """Drop all gradients; called after every update, also a failed one."""
         raise NotImplementedError
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under their Hugging Face names, tied ones under every name; all ranks iterate, rank 0's tensors count."""
-        whole = self.model.backbone if isinstance(self.model, models.ValueModel) else self.model
-        yield from whole.state_dict().items()
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """The whole of a parameter of which every rank holds a part; all ranks call it for the same one."""
+        return tensor
 
     def _exclusive(self) -> AbstractContextManager[object]:
         """Held while weights change."""
         return contextlib.nullcontext()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors in the compute dtype under their Hugging Face names, adapters added, tied ones under every name; all ranks iterate,
+        rank 0's tensors count."""
+        backbone = self.model.backbone if isinstance(self.model, models.ValueModel) else self.model
+        yield from lora.whole_tensors(backbone, self._whole, models.torch_dtype(self.context.dtype))
 
     # ---------------------------------------------------------------- the contract
 
@@ -132,7 +142,7 @@ class ModelStrategy:
                 loss, metrics = self._terms(self._batch(layout, groups[number]), columns, update)
             else:
                 filler = {name: np.zeros((1, *column.shape[1:]), column.dtype) for name, column in columns.items()}
-                loss, metrics = self._terms(padding(self.device), filler, update)
+                loss, metrics = self._terms(self._beside(padding(self.device)), filler, update)
             self._backward(loss, number == count - 1)
             total += loss.detach()
             for name, (x, w) in metrics.items():
@@ -193,11 +203,18 @@ class ModelStrategy:
             self._withdraw()
 
     def export(self, folder: Path) -> None:
-        """Weights in the compute dtype with config and tokenizer, in Hugging Face layout, written by rank 0. Raises CheckpointError."""
-        if self.context.ranks.rank == 0:
-            write_model(Path(folder), self.context.model, self.model, self.weights())
-        else:
-            for _ in self.weights():
+        """Weights in the compute dtype with config and tokenizer, in Hugging Face layout, written by rank 0. Raises CheckpointError.
+
+        Adapters are added to the weights, and also written as they are, by PEFT's names, to the folder `adapter` in it."""
+        value = self.model.value_head.named_parameters() if isinstance(self.model, models.ValueModel) else ()
+        head = {name: self._whole(p).detach().to(models.torch_dtype(self.context.dtype)).contiguous() for name, p in value}
+        adapters = lora.adapter_tensors(self.model, self._whole)
+        weights = self.weights()
+        try:
+            if self.context.ranks.rank == 0:
+                write_model(Path(folder), self.context.model, self.model, weights, head, adapters)
+        finally:
+            for _ in weights:  # the other ranks gather on: their collectives must meet
                 pass
 
     def close(self) -> None:
@@ -219,12 +236,13 @@ class ModelStrategy:
         layout = Layout(rows)
         out = np.zeros(len(layout.position), np.float32)
         groups = self._groups(layout, self.context.infer_batch_size, self.context.max_tokens_per_microbatch_in_infer)
+        more = self.group.largest(len(groups))[0] - len(groups)
         with out_of_memory_told(phase, self.context.role, train=False), torch.no_grad():
             for group in groups:
                 batch = self._batch(layout, group)
                 out[batch.responses] = compute(batch).float().cpu().numpy()
-            for _ in range(self.group.largest(len(groups))[0] - len(groups)):
-                compute(padding(self.device))
+            for _ in range(more):
+                compute(self._beside(padding(self.device)))
         return out
 
     def _groups(self, layout: Layout, rows: int, budget: int | None, wanted: np.ndarray | None = None) -> list[list[np.ndarray]]:
@@ -235,10 +253,24 @@ class ModelStrategy:
         return [[samples[i : i + 1] for i in range(len(samples))] for samples in layout.cut(rows, budget, wanted)]
 
     def _batch(self, layout: Layout, group: list[np.ndarray]) -> MicroBatch:
-        return layout.packed_batch(group, self.device)
+        batch = layout.packed_batch(group, self.device)
+        if self.vision is None or not layout.rows.images:
+            return self._beside(batch)
+        images: list[np.ndarray] = []
+        mask = np.zeros(tuple(batch.input_ids.shape), np.bool_)
+        for place, sample in enumerate(np.concatenate(group)):  # one sample a row: nothing is packed
+            row, length = layout.rows.select(np.array([sample])), layout.needed[sample]
+            mask[place, :length], found = self.vision.find(row.input_ids[:length], row.images[0])
+            images += found
+        pixels = self.vision.pixels(images, self.device)
+        return self._beside(batch) if pixels is None else evolve(batch, pixels=pixels, image_mask=torch.from_numpy(mask).to(self.device))
+
+    def _beside(self, batch: MicroBatch) -> MicroBatch:
+        """A micro-batch of text alone; where other ranks may run the vision tower this one does too, for their collectives must meet."""
+        return batch if self.vision is None or self.context.ranks.size == 1 else evolve(batch, beside=self.vision.blank(self.device))
 
     def _check_rows(self, rows: Rows) -> None:
-        if rows.images:
+        if rows.images and self.vision is None:
             raise TrainerError(f"{self.context.role} received images, its model takes text alone")
         size = models.vocabulary(self.model)
         if len(rows.input_ids) and not 0 <= int(rows.input_ids.min()) <= int(rows.input_ids.max()) < size:

@@ -13,18 +13,26 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from turnwise.errors import CheckpointError
-from turnwise_torch import models
+from turnwise_torch import lora, models
 from turnwise_torch.stream import buckets
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
 FILE_BYTES = 4 * 2**30
 
 
-def write_model(folder: Path, source: Path, model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+def write_model(
+    folder: Path,
+    source: Path,
+    model: nn.Module,
+    weights: Iterable[tuple[str, Tensor]],
+    head: dict[str, Tensor] | None = None,
+    adapters: dict[str, Tensor] | None = None,
+) -> None:
     """Write `weights` in the model's dtype, its config, and what else the folder `source` holds (tokenizer, templates) to `folder`.
 
     Of tensors that share memory in `model` only the first name is written, as transformers does. A value head goes into a file of its
-    own. Raises CheckpointError.
+    own (`head`: its whole tensors, where the model holds parts of them), adapters, already added to the weights, into a folder of their own
+    beside them. Raises CheckpointError.
     """
     whole: Any = model.backbone if isinstance(model, models.ValueModel) else model
     try:
@@ -34,7 +42,9 @@ def write_model(folder: Path, source: Path, model: nn.Module, weights: Iterable[
         tied = models.tied_names(whole)
         write_weights(folder, ((name, tensor) for name, tensor in weights if name not in tied))
         if isinstance(model, models.ValueModel):
-            save_file(dict(model.value_head.state_dict()), folder / models.VALUE_HEAD_FILE)
+            save_file(head or dict(model.value_head.state_dict()), folder / models.VALUE_HEAD_FILE)
+        if adapters:
+            lora.write_adapter(folder / lora.ADAPTER_FOLDER, model, source, adapters)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write the model to {folder}: {models.first_line(error)}") from error
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from turnwise.contracts.train import LossChoice, Objective, TrainContext
 from turnwise_torch.config import TorchConfig
@@ -34,6 +35,29 @@ def tiny_model(folder: Path, seed: int = 0, vocab_size: int = 50, tied: bool = T
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(seed)
         Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def tiny_vision_model(folder: Path, seed: int = 0, vocab_size: int = 60) -> Path:
+    """Write a random Qwen2.5-VL (2 layers, hidden 32, vision tower of 2 layers, fp32, image processor, no tokenizer) to `folder`, and return it.
+
+    Ids 50 to 53: image, video, start and end of an image.
+    """
+    text: dict[str, Any] = {
+        **{"vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None},
+        "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]},
+    }
+    vision = {
+        **{"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32, "patch_size": 14},
+        **{"spatial_merge_size": 2, "window_size": 56, "fullatt_block_indexes": [1]},
+    }
+    tokens = {"image_token_id": 50, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **tokens)
+    with torch.random.fork_rng(devices=[]), quiet():
+        torch.manual_seed(seed)
+        Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 16).save_pretrained(folder)
     return folder
 
 

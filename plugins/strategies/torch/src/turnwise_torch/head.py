@@ -19,14 +19,14 @@ def token_log_probs(
 
     float32 (float64 for a float64 model). `model` is a transformers causal model; its head runs only on the positions that predict.
     """
-    hidden = hidden_states(model, batch.input_ids, batch.packing).flatten(0, 1).index_select(0, batch.predictors)
+    hidden = hidden_states(model, batch).flatten(0, 1).index_select(0, batch.predictors)
     head = model.get_output_embeddings()  # type: ignore[operator]
     return chunked_log_probs(hidden, head, batch.targets, temperature, chunk=chunk, entropy=entropy, entropy_gradient=entropy_gradient)
 
 
 def token_values(model: ValueModel, batch: MicroBatch) -> Tensor:
     """[r]: the value of the prefix before each response token, float32 (float64 for a float64 model)."""
-    hidden = hidden_states(model, batch.input_ids, batch.packing).flatten(0, 1).index_select(0, batch.predictors)
+    hidden = hidden_states(model, batch).flatten(0, 1).index_select(0, batch.predictors)
     return _wide(model.value_head(hidden).squeeze(-1))
 
 

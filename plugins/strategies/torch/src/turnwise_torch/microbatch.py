@@ -12,6 +12,7 @@ from torch import Tensor
 from turnwise.data import microbatches
 from turnwise.data.rows import Rows, ranges
 from turnwise_torch.packing import Packing
+from turnwise_torch.vision import Pixels
 
 
 @frozen(eq=False)
@@ -20,7 +21,8 @@ class MicroBatch:
 
     `input_ids` int64 [b, w], without the tokens from the last sampled one on: nothing is predicted from them. `predictors` int64 [r]: indices
     into the flat b·w positions whose hidden state predicts a response token. `targets` int64 [r]: those tokens. `responses` int64 [r]
-    (numpy): where they stand among the R response tokens of the rows.
+    (numpy): where they stand among the R response tokens of the rows. `pixels`: the images in the rows, in their order, which
+    stand where `image_mask` bool [b, w]; `beside`: images of no row, which a rank without any runs through the vision tower where others run theirs.
     """
 
     input_ids: Tensor
@@ -28,6 +30,15 @@ class MicroBatch:
     targets: Tensor
     responses: np.ndarray
     packing: Packing | None = None
+    pixels: Pixels | None = None
+    image_mask: Tensor | None = None
+    beside: Pixels | None = None
+
+
+def plain(input_ids: Tensor) -> MicroBatch:
+    """Rows [b, w] of text from which nothing is predicted."""
+    none = torch.zeros(0, dtype=torch.int64, device=input_ids.device)
+    return MicroBatch(input_ids, none, none, np.zeros(0, np.int64))
 
 
 def padding(device: torch.device) -> MicroBatch:

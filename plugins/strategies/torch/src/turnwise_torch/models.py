@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as hf_logging
 
 from turnwise.errors import CheckpointError, TrainerError, did_you_mean, listed
+from turnwise_torch.microbatch import MicroBatch, plain
 from turnwise_torch.packing import Packing, packed_mask, varlen
+from turnwise_torch.vision import embedded, has_vision
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -36,7 +39,7 @@ def load_causal_lm(folder: Path, dtype: str, attn_implementation: str) -> nn.Mod
 
     Raises CheckpointError if the folder is missing, is not a model, or lacks weights of the model.
     """
-    return _load(AutoModelForCausalLM, folder, dtype, attn_implementation)
+    return _load(AutoModelForImageTextToText if has_vision(folder) else AutoModelForCausalLM, folder, dtype, attn_implementation)
 
 
 class ValueModel(nn.Module):
@@ -46,7 +49,7 @@ class ValueModel(nn.Module):
         super().__init__()
         self.backbone = backbone
         like = next(backbone.parameters())
-        self.value_head = nn.Linear(backbone.config.hidden_size, 1, dtype=like.dtype)  # type: ignore[union-attr,arg-type]
+        self.value_head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, dtype=like.dtype)  # type: ignore[union-attr,arg-type]
         # Zeros: the first values are 0, whatever the seed, and the first gradient reaches the head alone.
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
@@ -69,17 +72,25 @@ def backbone_of(model: nn.Module) -> nn.Module:
     return model.backbone if isinstance(model, ValueModel) else model.base_model  # type: ignore[return-value]
 
 
-def hidden_states(model: nn.Module, input_ids: Tensor, packing: Packing | None = None) -> Tensor:
-    """[b, w, hidden]: the last hidden states of right-padded `input_ids` int64 [b, w], with `packing` of several samples in a row.
+def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """[b, w, hidden]: the last hidden states of a micro-batch's right-padded rows.
 
-    No attention mask without it: under causal attention no real token ever sees padding that stands to its right. With it a mask that is
-    causal within each sample, or, under flash attention, positions that begin again, from which transformers tells the samples apart.
+    No attention mask without packing: under causal attention no real token ever sees padding that stands to its right. With it a mask that
+    is causal within each sample, or, under flash attention, positions that begin again, from which transformers tells the samples apart.
     """
-    backbone = backbone_of(model)
+    backbone, ids, packing = backbone_of(model), batch.input_ids, batch.packing
+    if batch.pixels is not None:
+        assert batch.image_mask is not None
+        embeddings, places, _ = embedded(backbone, ids, batch.pixels, batch.image_mask)
+        return backbone(inputs_embeds=embeddings, position_ids=places, use_cache=False).last_hidden_state
     if packing is None:
-        return backbone(input_ids=input_ids, use_cache=False).last_hidden_state
+        hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
+        if batch.beside is None:
+            return hidden
+        unseen = backbone.get_image_features(batch.beside.values, batch.beside.grid).pooler_output  # type: ignore[operator]
+        return hidden + 0 * sum(part.sum() for part in unseen)
     mask = None if varlen(attention_of(model)) else packed_mask(packing, attention_of(model), next(model.parameters()).dtype)
-    return backbone(input_ids=input_ids, attention_mask=mask, position_ids=packing.position_ids, use_cache=False).last_hidden_state
+    return backbone(input_ids=ids, attention_mask=mask, position_ids=packing.position_ids, use_cache=False).last_hidden_state
 
 
 def attention_of(model: nn.Module) -> str:
@@ -105,12 +116,13 @@ def _packs(model: nn.Module) -> bool:
     device = next(model.parameters()).device
     first, second = torch.arange(5, device=device)[None] % vocabulary(model), torch.arange(3, 10, device=device)[None] % vocabulary(model)
     sizes = (first.shape[1], second.shape[1])
-    positions = torch.cat([torch.arange(size, device=device) for size in sizes])[None]
+    places = torch.cat([torch.arange(size, device=device) for size in sizes])[None]
     segments = torch.cat([torch.full((size,), number, device=device) for number, size in enumerate(sizes)])[None]
     with torch.no_grad():
-        alone = torch.cat([hidden_states(model, ids) for ids in (first, second)], 1).float()
+        alone = torch.cat([hidden_states(model, plain(ids)) for ids in (first, second)], 1).float()
         try:
-            together = hidden_states(model, torch.cat([first, second], 1), Packing(positions, segments)).float()
+            both = evolve(plain(torch.cat([first, second], 1)), packing=Packing(places, segments))
+            together = hidden_states(model, both).float()
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -124,7 +136,7 @@ def check_head(model: nn.Module) -> None:
     ids = torch.arange(4, device=next(model.parameters()).device)[None] % vocabulary(model)
     with torch.no_grad():
         whole = model(input_ids=ids, use_cache=False).logits.float()
-        ours = model.get_output_embeddings()(hidden_states(model, ids)).float()  # type: ignore[operator]
+        ours = model.get_output_embeddings()(hidden_states(model, plain(ids))).float()  # type: ignore[operator]
     if capped is not None or not torch.allclose(whole, ours, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
         raise TrainerError(
             f"{type(model).__name__} changes its logits after the LM head, which the chunked head does not reproduce: log-probs would be wrong"

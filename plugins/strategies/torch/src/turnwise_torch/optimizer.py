@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 STATE = ("exp_avg", "exp_avg_sq", "step")
 
@@ -13,9 +14,9 @@ STATE = ("exp_avg", "exp_avg_sq", "step")
 class MasterAdamW:
     """AdamW (Loshchilov & Hutter 2019) over the trainable parameters of a model.
 
-    A parameter of 32 or 64 bits is its own master. For a 16-bit one an fp32 copy is kept: `accumulate` adds each micro-batch's gradient
-    to the copy's in fp32, `step` moves the copy and rounds it into the parameter. Parameters of one dimension (norms, biases) are not
-    decayed.
+    A parameter of 32 or 64 bits is its own master, also one that is sharded over ranks (a DTensor). For a 16-bit one an fp32 copy is kept:
+    `accumulate` adds each micro-batch's gradient to the copy's in fp32, `step` moves the copy and rounds it into the parameter. Parameters
+    of one dimension (norms, biases) are not decayed.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class MasterAdamW:
     def clip(self, max_norm: float) -> float:
         """The norm of all gradients, which are then scaled down to `max_norm` (0: never). May be NaN or infinite."""
         norm = nn.utils.clip_grad_norm_(list(self.masters.values()), max_norm or float("inf"))
-        return float(norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def step(self, lr: float) -> None:
         """One update at this learning rate, rounded into the model; gradients are cleared."""
@@ -88,10 +89,10 @@ class MasterAdamW:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Undo `state`, in place; a missing master is a KeyError, another shape a RuntimeError."""
+        """Undo `state`, masters in place; the moments' tensors are taken over. A missing master is a KeyError, another shape a RuntimeError."""
         for name, master in self.masters.items():
             master.copy_(state[f"master/{name}"])
-            moments = {key: state[f"{key}/{name}"].clone() for key in STATE if f"{key}/{name}" in state}
+            moments = {key: state[f"{key}/{name}"] for key in STATE if f"{key}/{name}" in state}
             self._adamw.state[master] = {key: value if key == "step" else value.to(master.device) for key, value in moments.items()}
         self.clear()
         self.round()

@@ -39,7 +39,12 @@ def read_state(folder: Path, expected: Mapping[str, str]) -> tuple[dict[str, Ten
         raise CheckpointError(
             f"the training state {file} is cut short or damaged: {first_line(error)}. Fix: resume from an older checkpoint"
         ) from error
-    for name, value in {"format": FORMAT, **expected}.items():
+    return tensors, checked(f"the training state {file}", facts, {"format": FORMAT, **expected})
+
+
+def checked(source: str, facts: dict[str, str], expected: Mapping[str, str]) -> dict[str, str]:
+    """The facts. Raises CheckpointError if one is not as expected."""
+    for name, value in expected.items():
         if facts.get(name) != value:
-            raise CheckpointError(f"the training state {file} was saved with {name} {facts.get(name)!r}, this run has {value!r}")
-    return tensors, facts
+            raise CheckpointError(f"{source} was saved with {name} {facts.get(name)!r}, this run has {value!r}")
+    return facts

@@ -1,24 +1,29 @@
-"""The strategy `torch`: one process, one device, one optimizer step per update."""
+"""The strategy `torch`: one process on one device, or one on each of several that FSDP2 shards the model over; one step per update."""
 
 from __future__ import annotations
 
 import importlib.util
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from turnwise.contracts.train import Offer, TrainContext
 from turnwise.errors import CheckpointError, ConfigError
-from turnwise_torch import models, shared
+from turnwise_torch import lora, models, shared
 from turnwise_torch.base import ModelStrategy, device_of
 from turnwise_torch.config import TorchConfig
+from turnwise_torch.fsdp import ShardedModel
 from turnwise_torch.guard import out_of_memory_told
+from turnwise_torch.microbatch import MicroBatch
 from turnwise_torch.objective import kl_estimator
 from turnwise_torch.optimizer import MasterAdamW
 from turnwise_torch.packing import DENSE, varlen
-from turnwise_torch.state import read_state, write_state
+from turnwise_torch.parts import Place, is_in_parts, read_parts, write_parts
+from turnwise_torch.state import STATE_FILE, read_state, write_state
 
 
 class TorchStrategy(ModelStrategy):
@@ -31,29 +36,26 @@ class TorchStrategy(ModelStrategy):
         problems = self.check(self.config, context)
         if problems:
             raise ConfigError([line.removeprefix("machine: ") for line in problems])
-        torch.manual_seed(context.seed)  # for policy losses that draw random numbers; nothing here does
+        torch.manual_seed(context.seed + context.ranks.rank)  # for policy losses that draw random numbers; nothing here does
         super().__init__(context, device_of(context))
         self.logits_chunk = self.config.logits_chunk
-        with out_of_memory_told("loading the model", context.role, train=False):
-            self.model = self._load_model(context.dtype).to(self.device)
-            if context.head == "lm":
-                models.check_head(self.model)
-            if context.use_sequence_packing:
-                models.check_packing(self.model)
-            self.model.requires_grad_(context.trainable)
-            self.optimizer = self._build_optimizer() if context.trainable else None
-        if context.trainable and context.gradient_checkpointing:
-            models.enable_gradient_checkpointing(self.model)
+        self.sharded: ShardedModel | None = None
+        self.optimizer: MasterAdamW | None = None
         self._key: str | None = None
+        with out_of_memory_told("loading the model", context.role, train=False):
+            self.model = self._build_sharded() if context.ranks.size > 1 else self._build_whole()
+            with torch.no_grad():
+                if context.head == "lm":
+                    self._run(models.check_head)
+                if context.use_sequence_packing:
+                    self._run(models.check_packing)
+            if context.trainable:
+                self.optimizer = self._build_optimizer()
 
     @staticmethod
     def check(config: TorchConfig, context: TrainContext) -> list[str]:
         """What can be known before the model is loaded: one line per problem, `machine: …` for what only this machine lacks."""
-        role, problems = context.role, []
-        if len(context.devices) > 1:
-            problems.append(
-                f"{role}.device_mapping names {len(context.devices)} devices, strategy torch uses one. Fix: name one, or use a distributed strategy"
-            )
+        role, problems = context.role, lora.problems(context)
         if context.trainable and context.dtype == "fp16":
             problems.append(f"{role}.model_args.dtype: fp16 cannot be trained by strategy torch, which scales no losses. Fix: bf16 or fp32")
         if context.temperature <= 0:
@@ -90,29 +92,41 @@ class TorchStrategy(ModelStrategy):
         return super().offer(transport, version, receivers)
 
     def save(self, folder: Path) -> None:
-        """Master weights, moments, random state and the number of updates, in one file in `folder`. Raises CheckpointError."""
-        weights = self.optimizer.state() if self.optimizer else {f"master/{n}": p for n, p in self.model.named_parameters()}
-        rng = {"rng/cpu": torch.get_rng_state()}
+        """What is trained (masters, moments), random state and the number of updates: one file, or with several ranks a part of each.
+        Raises CheckpointError."""
+        weights = self.optimizer.state() if self.optimizer else {f"master/{n}": p.detach() for n, p in self.model.named_parameters()}
+        random = self._random_names()
+        rng = {random["cpu"]: torch.get_rng_state()}
         if self.device.type == "cuda":
-            rng["rng/cuda"] = torch.cuda.get_rng_state(self.device)
-        write_state(folder, {**weights, **rng}, {**self._facts(), "updates": str(self._updates)})
+            rng[random["cuda"]] = torch.cuda.get_rng_state(self.device)
+        write = write_parts if self.sharded else write_state
+        write(folder, {**weights, **rng}, {**self._facts(), "updates": str(self._updates)})
 
     def load(self, folder: Path) -> None:
-        """Undo `save`, in place and exactly. Raises CheckpointError."""
-        tensors, facts = read_state(folder, self._facts())
-        names = set(self.optimizer.masters) if self.optimizer else {n for n, _ in self.model.named_parameters()}
-        found = {name.removeprefix("master/"): t.shape for name, t in tensors.items() if name.startswith("master/")}
-        if found != {n: p.shape for n, p in self.model.named_parameters() if n in names}:
-            raise CheckpointError(f"the training state in {folder} belongs to another model than {self.context.model}. Fix: the pretrain of that run")
+        """Undo `save`, in place and exactly; what several ranks saved is read by any number. Raises CheckpointError."""
+        masters: Mapping[str, Tensor] = self.optimizer.masters if self.optimizer else dict(self.model.named_parameters())
+        if is_in_parts(folder):
+            tensors, facts = read_parts(folder, self._facts(), self._place_for(folder, masters))
+        elif self.sharded and (Path(folder) / STATE_FILE).is_file():
+            raise CheckpointError(
+                f"the training state in {folder} was saved by one process, this run has {self.context.ranks.size}. Fix: one device for "
+                f"{self.context.role}, or pretrain: the checkpoint's export and a new optimizer"
+            )
+        else:
+            tensors, facts = read_state(folder, self._facts())
+        if {n.removeprefix("master/"): t.shape for n, t in tensors.items() if n.startswith("master/")} != {n: p.shape for n, p in masters.items()}:
+            raise self._other_model(folder)
         with self._exclusive(), torch.no_grad():
             if self.optimizer:
                 self.optimizer.restore(tensors)
             else:
-                for name, parameter in self.model.named_parameters():
+                for name, parameter in masters.items():
                     parameter.copy_(tensors[f"master/{name}"])
-        torch.set_rng_state(tensors["rng/cpu"])
-        if "rng/cuda" in tensors and self.device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["rng/cuda"], self.device)
+        random = self._random_names()
+        if random["cpu"] in tensors:  # saved by fewer ranks, this one goes on with its seed
+            torch.set_rng_state(tensors[random["cpu"]])
+        if random["cuda"] in tensors and self.device.type == "cuda":
+            torch.cuda.set_rng_state(tensors[random["cuda"]], self.device)
         self._updates = int(facts["updates"])
 
     def offload(self) -> None:
@@ -130,10 +144,15 @@ class TorchStrategy(ModelStrategy):
             self._key = None
         super().close()
 
+    # ---------------------------------------------------------------- hooks
+
     def _backward(self, loss: Tensor, last: bool) -> None:
         assert self.optimizer is not None
-        loss.backward()
-        self.optimizer.accumulate()
+        if self.sharded:
+            self.sharded.backward(loss, last)
+        else:
+            loss.backward()
+            self.optimizer.accumulate()
 
     def _clip(self) -> float:
         assert self.optimizer is not None
@@ -147,25 +166,92 @@ class TorchStrategy(ModelStrategy):
         assert self.optimizer is not None
         self.optimizer.clear()
 
-    def _load_model(self, dtype: str) -> nn.Module:
-        load = models.load_causal_lm if self.context.head == "lm" else models.load_value_model
-        return load(self.context.model, dtype, self.context.attn_implementation)
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return self.sharded.whole(tensor) if self.sharded else tensor
 
-    def _build_optimizer(self) -> MasterAdamW:
-        # A 16-bit model is read a second time in fp32, so that the masters start from what the folder holds and not from rounded values.
-        masters = dict(self._load_model("fp32").named_parameters()) if self.context.dtype == "bf16" else None
-        named = self.model.named_parameters()
-        return MasterAdamW(named, self.config.betas, self.config.eps, self.context.weight_decay, masters)
+    def _log_probs(self, batch: MicroBatch, entropy: bool = False, entropy_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
+        compute = super()._log_probs
+        return self._run(lambda _: compute(batch, entropy, entropy_gradient))
+
+    def _values(self, batch: MicroBatch) -> Tensor:
+        compute = super()._values
+        return self._run(lambda _: compute(batch).clone())  # FSDP's hooks are lost if a view is changed in place
 
     def _exclusive(self) -> threading.Lock:
         """The lock that keeps a sampler in this process from decoding with half-written weights."""
         return shared.lookup(self._key).lock if self._key else threading.Lock()
 
+    # ---------------------------------------------------------------- the model
+
+    def _run(self, compute: Callable[[nn.Module], Any]) -> Any:
+        """`compute` on the model, whose parameters are there meanwhile."""
+        return self.sharded(compute) if self.sharded else compute(self.model)
+
+    def _build_whole(self) -> nn.Module:
+        model = self._load_model(self.context.dtype).to(self.device)
+        lora.choose_trained(model, self.context)
+        if self.context.trainable and self.context.gradient_checkpointing:
+            models.enable_gradient_checkpointing(model)
+        return model
+
+    def _build_sharded(self) -> nn.Module:
+        self.transports = tuple(name for name in self.transports if name != "shared")
+        self.sharded = ShardedModel(self._load_model, self.context, self.config.fsdp, self.device)
+        return self.sharded.model
+
+    def _load_model(self, dtype: str) -> nn.Module:
+        load = models.load_causal_lm if self.context.head == "lm" else models.load_value_model
+        return load(self.context.model, dtype, self.context.attn_implementation)
+
+    def _build_optimizer(self) -> MasterAdamW:
+        masters: dict[str, Tensor] = dict(self.model.named_parameters())
+        if not self.sharded:
+            if self.context.dtype == "bf16" and not self.context.lora:
+                # Read a second time in fp32, so that the masters start from what the folder holds and not from rounded values.
+                masters = dict(self._load_model("fp32").named_parameters())
+            masters |= self._start_adapters()
+        return MasterAdamW(self.model.named_parameters(), self.config.betas, self.config.eps, self.context.weight_decay, masters)
+
+    @torch.no_grad()
+    def _start_adapters(self) -> dict[str, Tensor]:
+        adapters = lora.initial_values(self.model, self.context.seed)
+        for name, value in adapters.items():
+            self.model.get_parameter(name).copy_(value)
+        return adapters
+
     def _facts(self) -> dict[str, str]:
-        return {"head": self.context.head, "dtype": self.context.dtype, "trainable": str(self.context.trainable)}
+        context = self.context
+        adapters = f"rank {context.lora.rank}, alpha {context.lora.alpha}, target {context.lora.target}" if context.lora else "none"
+        return {"head": context.head, "dtype": context.dtype, "trainable": str(context.trainable), "lora": adapters}
+
+    def _random_names(self) -> dict[str, str]:
+        """The names of the random states in the saved state; every rank has its own."""
+        rank = self.context.ranks.rank
+        return {kind: f"rng/{kind}/{rank}" if rank else f"rng/{kind}" for kind in ("cpu", "cuda")}
+
+    def _place_for(self, folder: Path, masters: Mapping[str, Tensor]) -> Place:
+        """Where parts are read to: masters in place, moments that are like them, this rank's random state."""
+
+        def place(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+            kind, _, rest = name.partition("/")
+            if kind == "rng":
+                return torch.empty(shape, dtype=dtype) if name in self._random_names().values() else None
+            if rest not in masters or (kind != "step" and masters[rest].shape != shape):
+                raise self._other_model(folder)
+            if kind == "step":
+                return torch.zeros(shape, dtype=dtype)
+            return masters[rest].detach() if kind == "master" else torch.empty_like(masters[rest].detach())
+
+        return place
+
+    def _other_model(self, folder: Path) -> CheckpointError:
+        return CheckpointError(f"the training state in {folder} belongs to another model than {self.context.model}. Fix: the pretrain of that run")
 
     def _move(self, device: torch.device) -> None:
         with self._exclusive():
-            self.model.to(device)
-            if self.optimizer:
+            if self.sharded:
+                self.sharded.move(device)
+            else:
+                self.model.to(device)
+            if self.optimizer and not (self.sharded and self.config.fsdp.cpu_offload):
                 self.optimizer.move(device)

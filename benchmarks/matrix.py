@@ -1,0 +1,126 @@
+"""The same FrozenLake YAML through every pair of sampler and trainer that one machine without a GPU can run, by changing names only.
+
+    python benchmarks/matrix.py [--steps 60] [--only vllm deepspeed …] [--write]
+
+A run that is in the work folder already is not run again. `--write` puts the table under benchmarks/results/matrix.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "examples" / "engines.yaml"
+SAMPLERS = {
+    "hf": "hf",
+    "vllm": "vllm",
+    "sglang": "{strategy_name: sglang, strategy_config: {python: PYTHON}}",
+}
+TRAINERS = {
+    "torch": ("torch", []),
+    "FSDP2, 2 ranks": ("torch", ["actor_train.device_mapping=[0,1]", "vars.accumulation=1"]),
+    "DeepSpeed ZeRO-3, 2 ranks": ("deepspeed_zero3", ["actor_train.device_mapping=[0,1]", "vars.accumulation=1"]),
+    "Megatron TP2": (
+        "megatron_train",
+        ["actor_train.device_mapping=[0,1]", "actor_train.strategy_args.strategy_config={tensor_model_parallel_size: 2}"],
+    ),
+}
+RUNTIMES = {"local": "local", "ray": "{use: ray, device: cpu}"}
+
+
+def combinations() -> list[tuple[str, str, str]]:
+    """(sampler, trainer, runtime): the local runtime has one process a role."""
+    return [(s, t, r) for s in SAMPLERS for t in TRAINERS for r in RUNTIMES if r == "ray" or t == "torch"]
+
+
+def run(sampler: str, trainer: str, runtime: str, steps: int, work: Path) -> dict[str, float | str]:
+    """One run's figures; `error` holds the last line where it failed."""
+    folder = work / "-".join("".join(c for c in part if c.isalnum()) for part in (sampler, trainer, runtime))
+    kept = folder / "figures.json"
+    if kept.is_file():
+        return dict(json.loads(kept.read_text()))
+    name, changes = TRAINERS[trainer]
+    backend = SAMPLERS[sampler].replace("PYTHON", os.environ.get("TURNWISE_SGLANG_PYTHON", "python"))
+    chosen = f"actor_infer.strategy_args={backend}" if backend.startswith("{") else f"actor_infer.strategy_args.strategy_name={backend}"
+    command = [
+        *(sys.executable, "-m", "turnwise.cli.main", "train", str(CONFIG), f"output_dir={folder}", f"max_steps={steps}", f"eval_steps={steps}"),
+        *(chosen, f"actor_train.strategy_args.strategy_name={name}", *changes, f"runtime={RUNTIMES[runtime]}"),
+    ]
+    began, cpu = time.perf_counter(), busy()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1800)
+    used = busy() - cpu
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["?"])[-1]}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    gaps = [line["correction/log_prob_diff/max"] for line in lines if "correction/log_prob_diff/max" in line]
+    timed = [line["time/step"] for line in lines if "time/step" in line]
+    figures: dict[str, float | str] = {
+        "success": lines[-1]["val/success"],
+        "gap": max(gaps),
+        "step": statistics.median(timed),
+        "cpu": used,
+        "wall": time.perf_counter() - began,
+    }
+    kept.write_text(json.dumps(figures))
+    return figures
+
+
+def busy() -> float:
+    """CPU seconds that the machine has spent on anything: Ray's processes are not children of the run."""
+    spent = psutil.cpu_times()
+    return spent.user + spent.system + spent.nice
+
+
+def table(results: dict[tuple[str, str, str], dict[str, float | str]], steps: int) -> str:
+    """The figures as Markdown."""
+    lines = [
+        "# One YAML, every pair of engines",
+        "",
+        f"`make matrix`: `examples/engines.yaml`, FrozenLake 3×3 from random weights, {steps} steps of 128 episodes, greedy success on 256 "
+        f"levels held out by content. Machine: {os.cpu_count()} cores of {platform.machine()}, no GPU, "
+        f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}, one run after the other. CPU seconds are the whole machine's "
+        "during the run, start and evaluation included.",
+        "",
+        "| sampler | trainer | runtime | success | largest log-prob difference, sampler to trainer | median step, s | wall, s | CPU, s |",
+        "|---|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for (sampler, trainer, runtime), r in results.items():
+        if "error" in r:
+            lines.append(f"| {sampler} | {trainer} | {runtime} | failed: {r['error']} | | | | |")
+        else:
+            figures = f"{r['success']:.3f} | {r['gap']:.1e} | {r['step']:.2f} | {r['wall']:.0f} | {r['cpu']:.0f}"
+            lines.append(f"| {sampler} | {trainer} | {runtime} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--only", nargs="+", default=[], help="run combinations that name all of these")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "matrix")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    results = {}
+    for one in combinations():
+        if all(any(word.lower() in part.lower() for part in one) for word in options.only):
+            results[one] = run(*one, options.steps, options.work)
+            print(one, results[one], flush=True)
+    text = table(results, options.steps)
+    print(text)
+    if options.write:
+        (ROOT / "benchmarks" / "results" / "matrix.md").write_text(text)
+    sys.exit(any("error" in r for r in results.values()))
+
+
+if __name__ == "__main__":
+    main()

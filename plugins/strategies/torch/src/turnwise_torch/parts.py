@@ -1,0 +1,67 @@
+"""A strategy's own state in parts, one of each rank, in one folder: torch's distributed checkpoints, which any number of ranks can read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+
+from turnwise.errors import CheckpointError
+from turnwise_torch.models import first_line
+from turnwise_torch.state import checked
+
+FACTS_FILE = "state.json"
+FORMAT = "turnwise-torch parts 1"
+
+Place = Callable[[str, torch.Size, torch.dtype], Tensor | None]
+"""For a saved tensor's name, shape and dtype the tensor to read it into, or None where this rank does not want it."""
+
+
+def write_parts(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
+    """Write what this rank holds of the tensors, all ranks at once; plain tensors of one name count once. Raises CheckpointError."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        if dist.get_rank() == 0:
+            (Path(folder) / FACTS_FILE).write_text(json.dumps({"format": FORMAT, **facts}, indent=1), encoding="utf-8")
+        dcp.save(dict(tensors), checkpoint_id=str(folder))
+    except (OSError, CheckpointException) as error:
+        raise CheckpointError(f"cannot write the training state to {folder}: {_cause(error)}") from error
+
+
+def is_in_parts(folder: Path) -> bool:
+    """Whether the state in the folder was written by several ranks."""
+    return (Path(folder) / FACTS_FILE).is_file()
+
+
+def read_parts(folder: Path, expected: Mapping[str, str], place: Place) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors that `place` gave, filled, and the facts. All ranks at once, as many as there are. Raises CheckpointError as read_state."""
+    source = f"the training state {folder}"
+    try:
+        facts = checked(source, json.loads((Path(folder) / FACTS_FILE).read_text(encoding="utf-8")), {"format": FORMAT, **expected})
+        reader = FileSystemReader(str(folder))
+        tensors = {}
+        for name, saved in reader.read_metadata().state_dict_metadata.items():
+            tensor = place(name, saved.size, saved.properties.dtype)  # type: ignore[union-attr]
+            if tensor is not None:
+                tensors[name] = tensor
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process reads what several wrote
+            dcp.load(dict(tensors), storage_reader=reader)
+    except (OSError, ValueError, EOFError, AttributeError, RuntimeError, pickle.UnpicklingError, CheckpointException) as error:
+        raise CheckpointError(f"{source} is cut short or damaged: {_cause(error)}. Fix: resume from an older checkpoint") from error
+    return tensors, facts
+
+
+def _cause(error: BaseException) -> str:
+    """In one line; of a failure on several ranks the first."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return first_line(error)
