@@ -1,16 +1,17 @@
-"""The main job with three seeds, one after the other, and its table: success on held-out maps, wall and CPU seconds, baselines beside it.
+"""What learns: FrozenLake with every cut and every estimator, three seeds each, and Sokoban; or the main job with three seeds.
 
-    python benchmarks/study.py [--seeds 0 1 2] [--write]
+    python benchmarks/study.py [--work FOLDER] [--seeds 0 1 2] [--only PART …] [--list] [--write]
+    python benchmarks/study.py --main-job [--seeds 0 1 2] [--write]
 
-`--write` puts the table under benchmarks/results/frozen_lake.md and the first seed's curves under docs/images/.
+The study's finished runs are lines of FOLDER/results.jsonl and are not run again; a run that fails is told and does not stop the others.
+`--write` puts what is finished into benchmarks/results/ and docs/: study.md, sokoban.md, learning.md's tables and pictures, or frozen_lake.md
+and the first seed's curves.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import resource
 import shutil
 import statistics
@@ -20,15 +21,55 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ROOT / "examples" / "frozen_lake.yaml"
+import study_pages as pages
+import study_runs as study
+
+CONFIG = study.EXAMPLES / "frozen_lake.yaml"
+RESULTS = study.ROOT / "benchmarks" / "results"
+IMAGES = study.ROOT / "docs" / "images"
 
 
-def run(seed: int, folder: Path) -> dict[str, float]:
-    """Train with one seed; its final evaluation, wall and CPU seconds."""
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=study.ROOT / "runs" / "study", help="folder of the runs and of results.jsonl")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", default=[], help="runs whose name holds one of these, as merged-gae or sokoban")
+    parser.add_argument("--list", action="store_true", help="print the names of the runs and which are finished, run nothing")
+    parser.add_argument("--main-job", action="store_true", help="the seeds of examples/frozen_lake.yaml instead")
+    parser.add_argument("--write", action="store_true", help="write the tables and pictures that are committed")
+    options = parser.parse_args()
+    return main_job(options.seeds, options.write) if options.main_job else whole_study(options)
+
+
+def whole_study(options: argparse.Namespace) -> int:
+    """Run what is not finished, print a line a run, and write the pages; 1 if a run failed."""
+    runs = [run for run in study.all_runs(options.seeds) if not options.only or any(part in run.name for part in options.only)]
+    if options.list:
+        known = study.finished(options.work)
+        print("\n".join(f"{'finished' if (run.name, run.digest) in known else '-':9}{run.name}" for run in runs))
+        return 0
+    lines, failed = [], []
+    for run, line in study.play_all(runs, options.work):
+        if line is None:
+            failed.append(run.name)
+            print(f"{run.name:45} failed: {options.work / run.name}.log", flush=True)
+            continue
+        lines.append(line)
+        before, after = line["evals"][0][1], line["evals"][-1][1]
+        print(f"{run.name:45} held-out success {before:.3f} → {after:.3f}, {line['cpu']:.0f} CPU s, {line['wall']:.0f} s", flush=True)
+    if options.write and lines:
+        pages.write(lines, RESULTS, IMAGES)
+    return 1 if failed else 0
+
+
+# ---- the main job -----------------------------------------------------------------------------------------------------------------------------
+
+
+def train(seed: int, folder: Path) -> dict[str, float]:
+    """Train the main job with one seed; its final evaluation, wall and CPU seconds."""
     began, cpu = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "turnwise.cli.main", "train", str(CONFIG), f"seed={seed}", f"output_dir={folder}"]
-    subprocess.run(command, check=True, cwd=ROOT)
+    subprocess.run(command, check=True, cwd=study.ROOT)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     first, last = lines[0], lines[-1]
@@ -42,42 +83,29 @@ def run(seed: int, folder: Path) -> dict[str, float]:
     }
 
 
-def baselines(folder: Path) -> dict[str, float]:
-    """The success of the players without a model, from the run's report."""
-    rows = [line.strip("| ").split("|") for line in (folder / "report.md").read_text().splitlines() if line.startswith("| ")]
-    column = next(i for i, name in enumerate(rows[0]) if name.strip().endswith("success"))
-    return {row[0].strip(): float(row[column]) for row in rows[1:] if not row[0].startswith("model")}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
+def main_job(seeds: list[int], write: bool) -> int:
+    """The main job's seeds one after the other, and its table."""
     with tempfile.TemporaryDirectory() as temporary:
-        folders = {seed: Path(temporary) / f"seed-{seed}" for seed in options.seeds}
-        results = {seed: run(seed, folder) for seed, folder in folders.items()}
-        players = baselines(folders[options.seeds[0]])
-        if options.write:
-            images = ROOT / "docs" / "images"
-            images.mkdir(parents=True, exist_ok=True)
-            shutil.copy(folders[options.seeds[0]] / "curves.png", images / "frozen_lake.png")
-    text = table(results, players)
-    print(text)
-    if options.write:
-        target = ROOT / "benchmarks" / "results" / "frozen_lake.md"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
+        folders = {seed: Path(temporary) / f"seed-{seed}" for seed in seeds}
+        results = {seed: train(seed, folder) for seed, folder in folders.items()}
+        text = table(results, study.players(folders[seeds[0]] / "report.md"))
+        print(text)
+        if write:
+            IMAGES.mkdir(parents=True, exist_ok=True)
+            shutil.copy(folders[seeds[0]] / "curves.png", IMAGES / "frozen_lake.png")
+            RESULTS.mkdir(parents=True, exist_ok=True)
+            (RESULTS / "frozen_lake.md").write_text(text)
+    return 0
 
 
 def table(results: dict[int, dict[str, float]], players: dict[str, float]) -> str:
-    """The results as Markdown."""
+    """The main job's results as Markdown."""
     lines = [
         "# FrozenLake 4×4 from random weights",
         "",
-        "`python benchmarks/study.py --write`: greedy success on 512 maps held out by content (split `test`), random start and goal, eight turns.",
-        f"Machine: {os.cpu_count()} cores of {platform.machine()}, no GPU, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}, "
-        "runs one after the other.",
+        "`python benchmarks/study.py --main-job --write`: greedy success on 512 maps held out by content (split `test`), random start and goal, "
+        "eight turns.",
+        f"Machine: {study.machine()}, no GPU, runs one after the other.",
         "",
         "| seed | steps | success before | success after | score after | wall s | CPU s |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -90,4 +118,4 @@ def table(results: dict[int, dict[str, float]], players: dict[str, float]) -> st
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

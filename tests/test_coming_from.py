@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from turnwise.config import schema
+from turnwise.config.field_keys import RULES
 from turnwise.contracts.inference import GeneratingArgs
 from turnwise.data.normalise import RewardNormalization
 from turnwise.plugins import Registry
@@ -36,6 +37,12 @@ def test_every_key_to_write_here_is_a_key() -> None:
     keys = {name.split(".")[-1].split(":")[0] for _, here, *_ in rows(PAGES[0]) for name in re.findall(r"`([^`]+)`", here)}
     assert len(keys) > 40
     assert sorted(keys - known()) == []
+
+
+def test_every_key_that_is_translated_named_or_refused_is_on_the_page() -> None:
+    text = PAGES[0].read_text(encoding="utf-8")
+    keys = {rule.key.split(".")[-1].rstrip("*") for rule in RULES} - {"algorithm"}
+    assert sorted(key for key in keys if not re.search(rf"\b{key}", text)) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

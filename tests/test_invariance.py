@@ -1,6 +1,6 @@
 """For fixed rows the gradient of an optimizer step is the same, whatever cut, order, padding, budget or ranks: every loss, mode and unit.
 
-As a script this file is one of two ranks: `test_invariance.py RANK PORT MODEL OUT`.
+As a script this file is one of two ranks: `test_invariance.py RANK PORTS MODEL OUT`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from turnwise.config.schema import CorrectionFilter, EnvManagerConfig, ImportanceWeight, Role, RunConfig, TrainInferCorrection
 from turnwise.contracts.batch_adjust import PlannedUpdate
-from turnwise.contracts.train import LossChoice, Objective, TrainContext
+from turnwise.contracts.train import LossChoice, Objective, Ranks, TrainContext
 from turnwise.data.rows import Update
 from turnwise.pipeline.aggregation import MODES, UNITS
 from turnwise.pipeline.correction import corrected
@@ -65,6 +65,7 @@ class Cut:
 
 
 WHOLE = Cut()
+ALONE = Ranks()
 CUTS = (
     Cut(rows=1, chunk=3),
     Cut("reversed", rows=4),
@@ -163,23 +164,25 @@ def dealt(whole: Update, rank: int, ranks: int) -> Update:
     return evolve(whole, rows=whole.rows.select(np.arange(rank, len(whole.rows), ranks)))
 
 
-def single(model: Path, cut: Cut, rank: int = 0, ranks: int = 1) -> Iterator[tuple[str, Tensor]]:
-    """The same in float32 through the strategy: the gradient that its step would use."""
+def single(model: Path, cut: Cut, ranks: Ranks = ALONE) -> Iterator[tuple[str, Tensor]]:
+    """The same in float32 through the strategy: the gradient that its step would use; of several ranks (FSDP2) that of all."""
     context = TrainContext(
         model=model, role="actor_train", dtype="fp32", gradient_checkpointing=False, temperature=0.7, max_grad_norm=0.0,
         objective=objective("ppo"), per_device_train_batch_size=cut.rows, max_tokens_per_microbatch_in_train=cut.budget,
-        max_tokens_per_microbatch_in_infer=cut.budget, use_sequence_packing=cut.packed,
+        max_tokens_per_microbatch_in_infer=cut.budget, use_sequence_packing=cut.packed, ranks=ranks,
     )  # fmt: skip
     strategy = TorchStrategy(TorchConfig(logits_chunk=cut.chunk), context)
     optimizer = strategy.optimizer
     assert optimizer is not None
     seen: list[Tensor] = []
-    optimizer.step = lambda lr: seen.append(torch.cat([m.grad.flatten() for m in optimizer.masters.values() if m.grad is not None]))  # type: ignore[method-assign]
+    whole = strategy._whole
+    optimizer.step = lambda lr: seen.append(torch.cat([whole(m.grad).flatten() for m in optimizer.masters.values() if m.grad is not None]))  # type: ignore[method-assign]
     for loss, (mode, unit) in itertools.product(SHIPPED, STEPS):
         strategy.context = evolve(context, objective=objective(loss))
         strategy.loss = build_loss(objective(loss))
-        strategy.update(dealt(arranged(update(mode, unit), cut), rank, ranks))
+        strategy.update(dealt(arranged(update(mode, unit), cut), ranks.rank, ranks.size))
         yield f"{loss}, {mode}, {unit}", seen.pop()
+    strategy.close()
 
 
 @pytest.fixture(scope="module")
@@ -238,15 +241,16 @@ def test_the_strategys_gradient_is_the_objectives(whole_single: dict[str, Tensor
 
 @pytest.mark.slow
 def test_two_ranks_have_the_gradient_of_one(model: Path, whole_double: dict[str, Tensor], whole_single: dict[str, Tensor], tmp_path: Path) -> None:
-    """Rows dealt to two processes, gradients summed by gloo's all-reduce."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Rows dealt to two processes: gradients summed by gloo's all-reduce, and those of the strategy on two ranks (FSDP2)."""
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
+        ports = f"{one.getsockname()[1]},{two.getsockname()[1]}"
     quiet = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, __file__]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(port), str(model), str(tmp_path / f"{rank}.pt")],
+            [*command, str(rank), ports, str(model), str(tmp_path / f"{rank}.pt")],
             env=quiet,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -263,25 +267,20 @@ def test_two_ranks_have_the_gradient_of_one(model: Path, whole_double: dict[str,
     for number in range(2):
         summed = torch.load(tmp_path / f"{number}.pt")
         assert_same(summed["double"], whole_double, 1e-10)
-        assert_same(summed["single"], whole_single, 1e-6)
+        assert_same(summed["fsdp"], whole_single, 1e-6)
 
 
-def be_a_rank(rank: int, port: int, model: Path, out: Path) -> None:
+def be_a_rank(rank: int, ports: str, model: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    first, second = ports.split(",")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{first}", rank=rank, world_size=2)
     cut = Cut(rows=3)
-    sources: dict[str, Callable[[], Iterator[tuple[str, Tensor]]]] = {
-        "double": lambda: Double(model).gradients(cut, rank, 2),
-        "single": lambda: single(model, cut, rank, 2),
-    }
-    summed: dict[str, dict[str, Tensor]] = {}
-    for name, gradients in sources.items():
-        summed[name] = dict(gradients())
-        for gradient in summed[name].values():
-            dist.all_reduce(gradient)
-    torch.save(summed, out)
+    double = dict(Double(model).gradients(cut, rank, 2))
+    for gradient in double.values():
+        dist.all_reduce(gradient)
     dist.destroy_process_group()
+    torch.save({"double": double, "fsdp": dict(single(model, cut, Ranks(rank, 2, rank, f"127.0.0.1:{second}")))}, out)
 
 
 if __name__ == "__main__":
-    be_a_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    be_a_rank(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))

@@ -48,6 +48,11 @@ class GigpoOptions:
 
 
 @frozen
+class StepOptions:
+    step_reward_gamma: float = 0.95
+
+
+@frozen
 class GaeOptions:
     gamma: float = 1.0
     lambd: float = 0.95
@@ -57,6 +62,7 @@ class GaeOptions:
 class PpoOptions:
     pg_clip: float = field(default=0.2, validator=validators.gt(0))
     dual_clip_loss: bool = False
+    dual_clip_c: float | None = None
 
 
 @frozen
@@ -153,6 +159,7 @@ RECORDS: list[tuple[str, Implementation]] = [
     ),
     ("advantage_estimator", Implementation("grpo", Grpo, GrpoOptions)),
     ("advantage_estimator", Implementation("gigpo", Grpo, GigpoOptions)),
+    ("advantage_estimator", Implementation("step", Grpo, StepOptions)),
     ("advantage_estimator", Implementation("gae", Gae, GaeOptions)),
     ("policy_loss", Implementation("ppo", object, PpoOptions)),
     ("policy_loss", Implementation("vanilla", object, VanillaOptions)),

@@ -125,9 +125,9 @@ def test_plan_needs_neither_the_environment_nor_every_plugin(toy: Toy) -> None:
     lines = got.stderr.splitlines()
     assert any(line.startswith("warning: ") and "pip install 'turnwise-zzz>=2'" in line for line in lines)
     assert any(line.startswith("warning: ") and "no environment is named 'not_here'" in line for line in lines)
-    assert any(line.startswith("warning: ") and "asynchronous training is planned here, but `turnwise train` refuses it" in line for line in lines)
+    assert any(line.startswith("warning: ") and "asynchronous training is not supported by this version" in line for line in lines)
     check = turnwise("check", toy(custom_envs=absent, async_generation_ratio=1))
-    assert check.exit_code == 2
+    assert check.exit_code == 3
     assert "asynchronous training is not supported by this version" in check.stderr
     assert "no environment is named 'not_here'" in check.stderr
     broken = turnwise("plan", toy(plugins=["turnwise.testing.plugin", "./players.py", "./absent.py"]))

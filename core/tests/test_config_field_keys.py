@@ -101,6 +101,12 @@ USED: list[tuple[str, list[str], Any]] = [  # path in the configuration, overrid
     (f"{TRAIN}.model_args.attn_implementation", [f"{TRAIN}.model_args.attn_implementation=eager"], "eager"),
     (f"{TRAIN}.model_args.disable_gradient_checkpointing", [f"{TRAIN}.model_args.disable_gradient_checkpointing=true"], True),
     (f"{TRAIN}.model_args.lora_rank", [f"{TRAIN}.model_args.lora_rank=null"], None),
+    (f"{TRAIN}.model_args.lora_rank", [f"{TRAIN}.model_args.lora_rank=8"], 8),
+    (f"{TRAIN}.model_args.lora_alpha", [f"{TRAIN}.model_args.lora_rank=8", f"{TRAIN}.model_args.lora_alpha=16"], 16),
+    *[(f"{TRAIN}.model_args.lora_target", [f"{TRAIN}.model_args.lora_rank=8", f"{TRAIN}.model_args.lora_target={given}"], target)
+      for given, target in (("all-linear", "all-linear"), ("[q_proj, v_proj]", ["q_proj", "v_proj"]))],
+    *[(f"{TRAIN}.model_args.freeze_module_prefix", [f"{TRAIN}.model_args.freeze_module_prefix={given}"], prefixes)
+      for given, prefixes in (("[visual, layers.0]", ["visual", "layers.0"]), ("'visual, lm_head'", ["visual", "lm_head"]), ("null", []))],
     (f"{TRAIN}.training_args.learning_rate", [f"{TRAIN}.training_args.learning_rate=1e-5"], 1e-5),
     (f"{TRAIN}.training_args.weight_decay", [f"{TRAIN}.training_args.weight_decay=0"], 0.0),
     (f"{TRAIN}.training_args.warmup_steps", [f"{TRAIN}.training_args.warmup_steps=2"], 2),
@@ -199,6 +205,8 @@ TRANSLATED: list[tuple[str, list[str], str, Any]] = [  # the key, overrides, whe
     *[("kl_loss_type", [f"kl_loss_type={old}"], "kl_loss_type", new) for old, new in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"))],
     (f"{INFER}.generating_args.do_sample", [f"{INFER}.generating_args.do_sample=true"], f"{INFER}.generating_args.temperature", 0.9),
     (f"{INFER}.generating_args.top_k", [f"{INFER}.generating_args.top_k=-1"], f"{INFER}.generating_args.top_k", 0),
+    (f"{TRAIN}.freeze_module_prefix", [f"{TRAIN}.freeze_module_prefix=[visual]"], f"{TRAIN}.model_args.freeze_module_prefix", ["visual"]),
+    (f"{TRAIN}.freeze_module_prefix", [f"{TRAIN}.freeze_module_prefix=visual"], f"{TRAIN}.model_args.freeze_module_prefix", ["visual"]),
 ]  # fmt: skip
 
 NAMED: list[tuple[str, list[str], str]] = [  # the key, overrides, the reason
@@ -225,16 +233,14 @@ NAMED: list[tuple[str, list[str], str]] = [  # the key, overrides, the reason
 
 LATER = "is not supported by this version"
 REFUSED: list[tuple[str, list[str], str]] = [  # the key, overrides, the message
-    ("async_generation_ratio", ["async_generation_ratio=1"], f"asynchronous training {LATER}. Fix: remove the key, or set async_generation_ratio: 0"),
     ("train_infer_correction.is_weight.weight_type", ["train_infer_correction={is_weight: {weight_type: turn}}"],
      "'turn' is none of 'token', 'segment'"),
     ("train_infer_correction.is_weights", ["train_infer_correction={is_weights: {}}"], "unknown key 'is_weights'. Did you mean 'is_weight'?"),
     ("rollout_mock", ["rollout_mock.enable=true"], "not where the rollouts are. Fix: rollout_mock: {enable: true, mode: dump, dump_dir: FOLDER}"),
-    (f"{TRAIN}.model_args.lora_rank", [f"{TRAIN}.model_args.lora_rank=8"], f"LoRA {LATER}"),
-    (f"{TRAIN}.model_args.lora_alpha", [f"{TRAIN}.model_args.lora_alpha=8"], f"LoRA {LATER}"),
-    (f"{TRAIN}.model_args.lora_target", [f"{TRAIN}.model_args.lora_target=all-linear"], f"LoRA {LATER}"),
-    (f"{TRAIN}.freeze_module_prefix", [f"{TRAIN}.freeze_module_prefix=[visual]"], LATER),
-    (f"{TRAIN}.model_args.freeze_module_prefix", [f"{TRAIN}.model_args.freeze_module_prefix=[visual]"], LATER),
+    (f"{TRAIN}.model_args.lora_rank", [f"{TRAIN}.model_args.lora_rank=0"], "0: lora_rank must be positive"),
+    (f"{TRAIN}.model_args.lora_alpha", [f"{TRAIN}.model_args.lora_rank=8", f"{TRAIN}.model_args.lora_alpha=-1"], "lora_alpha must be positive"),
+    (f"{TRAIN}.freeze_module_prefix", [f"{TRAIN}.freeze_module_prefix=[visual]", f"{TRAIN}.model_args.freeze_module_prefix=[model]"],
+     "['visual'] here, and ['model'] at $.actor_train.model_args.freeze_module_prefix: the same setting twice"),
     (f"{TRAIN}.ulysses_size", [f"{TRAIN}.ulysses_size=2"], LATER),
     (f"{TRAIN}.model_args.ulysses_size", [f"{TRAIN}.model_args.ulysses_size=2"], LATER),
     ("train_env_manager.group_size_redundancy", ["train_env_manager.group_size_redundancy=1"], LATER),

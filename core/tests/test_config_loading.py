@@ -68,7 +68,7 @@ save_steps: ~
         "Fix: write it without quotes (from the environment: ${oc.decode:${oc.env:NAME}})",
         "run.yaml:2: $.rollout_batch_size: True is true or false, a whole number is needed. Fix: write a whole number",
         "run.yaml:4: $.gama: unknown key 'gama'. Did you mean 'gamma'? Fix: correct or remove it",
-        "run.yaml:5: $.adv_estimator: no advantage estimator is named 'gppo'. Did you mean 'grpo'? Installed: gae, gigpo, grpo. "
+        "run.yaml:5: $.adv_estimator: no advantage estimator is named 'gppo'. Did you mean 'grpo'? Installed: gae, gigpo, grpo, step. "
         "Fix: correct the name, or pip install the plugin that provides it and name it under plugins:.",
         "run.yaml:8: $.actor_train.training_args.learning_rate: 'fast' is text, a number is needed. "
         "Fix: write it without quotes (from the environment: ${oc.decode:${oc.env:NAME}})",

@@ -25,6 +25,16 @@ def test_every_sample_goes_to_one_rank_and_loads_differ_by_at_most_the_longest_s
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 6))
+def test_dealing_follows_from_the_lengths_alone(lengths: list[int], parts: int) -> None:
+    rows = rows_of_lengths(lengths, np.random.default_rng(0))
+    others = rows_of_lengths(lengths, np.random.default_rng(1))
+    others = Rows(others.input_ids, others.offsets, others.response_mask, {"y": others.columns["x"], **others.columns})
+    first = [share.tolist() for share in deal(rows, parts)]
+    assert first == [share.tolist() for share in deal(others, parts)] == [share.tolist() for share in deal(rows, parts)]
+    assert all(share == sorted(share) for share in first)
+
+
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=20), st.integers(1, 5), st.integers(0, 2**32 - 1))
 def test_gathered_answers_stand_where_their_tokens_do(lengths: list[int], parts: int, seed: int) -> None:
     rows = rows_of_lengths(lengths, np.random.default_rng(seed))

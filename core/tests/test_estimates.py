@@ -103,6 +103,38 @@ def test_the_reference_and_the_critic_count_where_they_are_loaded(model: Path) -
     assert estimates.estimates(run_of(), model)["disk"]["checkpoint"] == 12 * COUNT + 4 * COUNT
 
 
+VISION = {
+    **CONFIG, "model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 6, "intermediate_size": 10, "depth": 3, "out_hidden_size": 8,
+    "patch_size": 5, "temporal_patch_size": 2, "spatial_merge_size": 2},
+}  # fmt: skip
+
+
+def test_images_are_counted_at_most_where_the_model_reads_them(model: Path) -> None:
+    assert "images" not in estimates.estimates(run_of(), model)["cpu"]
+    (model / "model" / "config.json").write_text(json.dumps(VISION), encoding="utf-8")
+    role = run_of().actor_train
+    kept = evolve(role, model_args=ModelArgs(dtype="bf16", disable_gradient_checkpointing=True))
+    values = estimates.estimates(run_of(kl_loss_coef=0.1, reference=role, critic=kept), model)
+    assert values["cpu"]["images"] == 800 * 4 * 5 * 5 * 3  # tokens × patches × pixels × colours
+    _, reference, actor, critic = values["memory"]
+    patches, a_layer = 200 * 4, 8 * 6 + 3 * 10
+    inputs = 4 * 3 * 2 * 5 * 5  # fp32, channels, frames, pixels
+    assert reference["images"] == patches * (inputs + a_layer * 4)
+    assert actor["images"] == patches * (inputs + (3 * 6 + a_layer) * 4)
+    assert critic["images"] == patches * (inputs + 3 * a_layer * 2)
+    assert actor["total"] == actor["weights"] + actor["activations"]  # an upper bound is no reason to warn
+    text = estimates.render(values)
+    assert text.count(" more") == 3
+    assert "images 240 kB, at most" in text
+
+
+def test_main_memory_holds_a_column_of_each_model(model: Path) -> None:
+    role = run_of().actor_train
+    assert estimates.estimates(run_of(), model)["cpu"] == {"rollout": 17 * 800, "log_probs": 4 * 800, "advantages": 8 * 800}
+    assert estimates.estimates(run_of(init_kl_coef=0.1), model)["cpu"]["log_probs"] == 8 * 800
+    assert estimates.estimates(run_of(init_kl_coef=0.1, critic=role), model)["cpu"]["log_probs"] == 12 * 800
+
+
 def test_what_does_not_fit_is_told_of_devices_alone(model: Path) -> None:
     on_cpu = run_of()
     assert estimates.warnings(estimates.estimates(on_cpu, model, device_gb=1e-6), on_cpu) == []

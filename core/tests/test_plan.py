@@ -91,7 +91,10 @@ def test_a_small_run_by_hand() -> None:
         "evaluations": 3,  # before steps 0, 4 and 8
         "evaluation_trajectories": 30,
         "evaluations_at_end": 1,
+        "merged": False,
+        "critic": None,
         "warmup_steps": 2,
+        "warmup_updates": [8, 8],
         "learning_rate": {"start": 0.0, "middle": pytest.approx((10 - 5) / 8), "end": pytest.approx((10 - 9.75) / 8)},
     }
 
@@ -132,6 +135,49 @@ def test_the_reference_set_ups_give_their_numbers(config: RunConfig, expected: t
     )  # fmt: skip
     values = planning.arithmetic(config)
     assert tuple(values[key] for key in keys) == expected
+
+
+def test_a_critic_has_its_own_updates_and_rates() -> None:
+    args = TrainingArgs(learning_rate=8.0, lr_scheduler_type="linear", warmup_ratio=0.5, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    config = run_of(3, 4, 8, per_device_train_batch_size=12, critic=Role(training_args=args), ppo_epochs=2)
+    values = planning.arithmetic(config)
+    assert (values["unit"], values["updates_per_step"], values["warmup_updates"]) == (12, [2, 2], [0, 0])
+    assert values["critic"] == {
+        "data_parallel_size": 1,
+        "mini_batch": 2,
+        "unit": 4,
+        "updates_per_step": [6, 6],
+        "updates": [48, 48],
+        "warmup_steps": 4,
+        "warmup_updates": [24, 24],
+        "learning_rate": {"start": 0.0, "middle": 8.0, "end": pytest.approx(8.0 * (8 - (7 + 5 / 6)) / 4)},
+    }
+    assert planning.warnings(config, values) == ["critic: warmup_steps = 4 counts pipeline steps; the very first update has learning rate 0"]
+    assert planning.render(values).splitlines()[-4:] == [
+        "critic         unit: U = 4 (mini-batch 2, data parallel 1)",
+        "               updates: 6 a step, 48 in 8 steps",
+        "               learning rate: start 0, middle 8, end 0.3333",
+        "               warm-up: 4 pipeline steps = 24 updates",
+    ]
+
+
+@frozen
+class Merging:
+    """Options of an environment manager that joins turns."""
+
+    merge_steps: bool = True
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_joined_turns_are_between_a_row_an_episode_and_a_row_a_turn(merge: bool) -> None:
+    tag = CustomEnv("fake", max_steps=5, env_manager=Choice("cutting", {}, Merging(merge)))
+    values = planning.arithmetic(run_of(3, 4, 10, custom_envs={"T": tag}))
+    assert (values["rows_per_step"], values["merged"]) == ([12, 60], merge)
+    joined = ": merge_steps makes one row of turns whose prompts continue each other" if merge else ""
+    assert f"rows           12 to 60 a step{joined}" in planning.render(values).splitlines()
+    played = EnvManagerConfig(num_env_groups=1, group_size=1, tags=("S",), num_groups_partition=(1,))
+    other = run_of(3, 4, 10, custom_envs={"T": tag, "S": CustomEnv("fake")}, train_env_manager=played)
+    assert planning.merges(other) is False  # a tag that does not train
 
 
 @pytest.mark.parametrize(("manager_name", "most"), [("cutting", 4 + 6 * 7), ("fake_manager", 10), ("absent", 10)])

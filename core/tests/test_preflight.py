@@ -347,3 +347,36 @@ def test_every_implementation_that_the_run_names_is_looked_at(toy: Toy) -> None:
         ]
     )  # fmt: skip
     assert ("inference_backend", Choice("first")) in list(chosen(config))
+
+
+def test_devices_of_a_runtime_that_has_its_own_are_not_counted_here(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = """
+from turnwise.testing.fakes import FakeRuntime
+
+class Elsewhere(FakeRuntime):
+    one_process = False
+
+    @staticmethod
+    def counts_devices(config):
+        return False
+
+@turnwise.hookimpl
+def runtimes():
+    return [Implementation("elsewhere", Elsewhere)]
+"""
+    monkeypatch.setattr(module, "visible_gpus", lambda: 0)
+    path = toy(plugins=plugin(tmp_path, runtime))
+    mapping = ["actor_train.device_mapping=[0, 1]", "actor_infer.device_mapping=[2]"]
+    assert found(path, "runtime=elsewhere", *mapping).machine == []
+    assert found(path, *mapping).machine == [
+        "actor_train: device_mapping needs 2 GPUs, found 0",
+        "actor_infer: device_mapping needs 3 GPUs, found 0",
+    ]
+
+
+def test_several_training_processes_need_a_runtime_of_several(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "visible_gpus", lambda: 2)
+    line = only(found(toy(), "actor_train.device_mapping=[0, 1]").config)
+    assert line.startswith("$.actor_train.device_mapping: 2 devices are as many training processes, and runtime 'local' has one process")
+    assert "needs runtime ray" in line
+    assert found(toy(), "actor_infer.device_mapping=[0, 1]") == Findings([], [])

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from attrs import evolve, frozen
 
-from turnwise.config.schema import EnvManagerConfig, RunConfig
+from turnwise.config.schema import Choice, EnvManagerConfig, ModelArgs, Role, RunConfig
+from turnwise.data.normalise import RewardNormalization
+from turnwise.hookspecs import Implementation
 from turnwise.pipeline import report
-from turnwise.pipeline.metrics import HEALTHY
-from turnwise.pipeline.report import History, unhealthy
+from turnwise.pipeline.health import HEALTHY, PRETRAINED_RATE, unhealthy
+from turnwise.pipeline.report import History
+from turnwise.plugins import Entry, registry, reset_registry
 
-CONFIG = RunConfig(max_steps=9, rollout_batch_size=1, pretrain="m", train_env_manager=EnvManagerConfig(), custom_envs={}, exp_name="lake")
+CONFIG = RunConfig(max_steps=9, rollout_batch_size=1, pretrain={"recipe": {}}, train_env_manager=EnvManagerConfig(), custom_envs={}, exp_name="lake")
 
 
 def evaluation(success: float, score: float) -> dict[str, float]:
@@ -44,32 +51,170 @@ def test_one_evaluation_is_one_row_and_none_no_table(tmp_path: Path) -> None:
     assert report.write(tmp_path, CONFIG, History(), None) == "# lake: 9 steps\n"
 
 
+def run_of(**changes: Any) -> RunConfig:
+    return evolve(CONFIG, pg_variant=Choice("clipped", {}, Clipped()), adv_estimator=Choice("centring"), **changes)
+
+
+@frozen
+class Clipped:
+    pg_clip: float = 0.2
+
+
+class Centring:
+    def __init__(self, config: Any, context: Any) -> None:
+        self.normalization = RewardNormalization(grouping="traj_group_id", method="mean")
+
+
+class Dividing:
+    def __init__(self, config: Any, context: Any) -> None:
+        self.normalization = RewardNormalization(grouping="traj_group_id", method="mean", norm_std_type="batch")
+
+
+class AsItIs:
+    def __init__(self, config: Any, context: Any) -> None:
+        self.normalization = RewardNormalization(grouping="batch", method="identity")
+
+
+class Drawing:
+    pictures = ("a.png", "b.png")
+
+
+@pytest.fixture(autouse=True)
+def _fakes() -> Iterator[None]:
+    reset_registry()
+    for kind, name, target in (
+        ("advantage_estimator", "centring", Centring), ("advantage_estimator", "dividing", Dividing), ("advantage_estimator", "as_it_is", AsItIs),
+        ("logger", "drawing", Drawing), ("logger", "silent", object),
+    ):  # fmt: skip
+        registry()._entries.append(Entry(kind, Implementation(name, target), "test", "turnwise-test", "1"))
+    yield
+    reset_registry()
+
+
+SEVERAL = {"policy/updates": 4.0}
+
+
 @pytest.mark.parametrize(
     ("values", "names"),
     [
         ({"policy/approx_kl": 0.049, "policy/clip_frac": 0.3, "policy/entropy": 0.1}, []),
         ({"policy/approx_kl": 0.051, "policy/clip_frac": 0.31, "policy/entropy": 0.09}, ["policy/approx_kl", "policy/clip_frac", "policy/entropy"]),
+        ({"policy/clip_frac": 0.09, **SEVERAL}, ["policy/clip_frac"]),
+        ({"policy/clip_frac": 0.1, **SEVERAL}, []),
+        ({"policy/clip_frac": 0.0, "policy/updates": 1.0}, []),  # one update a step: nothing to clip
         ({"policy/entropy": float("nan")}, ["policy/entropy"]),
         ({"policy/learning_rate": 0.0}, ["policy/learning_rate"]),
         ({"policy/learning_rate": 1e-12}, []),
+        ({"critic/reward/mean": 0.1}, []),
+        ({"critic/reward/mean": 0.11}, ["critic/reward/mean"]),
+        ({"critic/reward/mean": -0.11}, ["critic/reward/mean"]),
         ({}, []),
     ],
 )
 def test_metrics_outside_their_healthy_range_get_a_line_of_advice(values: dict[str, float], names: list[str], tmp_path: Path) -> None:
-    assert [line.split(" = ")[0] for line in unhealthy(values)] == names
-    text = report.write(tmp_path, CONFIG, History(last=values), None)
+    assert [line.split(" = ")[0] for line in unhealthy(values, run_of())] == names
+    text = report.write(tmp_path, run_of(), History(last=values), None)
     assert ("Outside their healthy range at the end:\n- " in text) == bool(names)
+
+
+def test_each_side_of_a_range_has_its_advice() -> None:
+    (few,), (many,) = (unhealthy({"policy/clip_frac": x, **SEVERAL}, run_of()) for x in (0.01, 0.5))
+    assert few.startswith("policy/clip_frac = 0.01: few tokens reach the clip")
+    assert many.startswith("policy/clip_frac = 0.5: most tokens are clipped")
+    assert unhealthy({"policy/approx_kl": float("nan")})[0].startswith("policy/approx_kl = nan: the policy moves too far")
+
+
+@pytest.mark.parametrize(("estimator", "told"), [("centring", True), ("dividing", False), ("as_it_is", False), ("unknown", False)])
+def test_rewards_are_judged_where_a_mean_is_subtracted(estimator: str, told: bool) -> None:
+    config = evolve(run_of(), adv_estimator=Choice(estimator))
+    assert bool(unhealthy({"critic/reward/mean": 3.0}, config)) == told
+
+
+def test_the_clip_is_judged_where_the_loss_has_one() -> None:
+    assert unhealthy({"policy/clip_frac": 0.9, **SEVERAL}, evolve(run_of(), pg_variant=Choice("other"))) == []
+
+
+@pytest.mark.parametrize(
+    ("entropy", "score", "told"), [((3.0, 0.29), (0.5, 0.5), True), ((3.0, 0.29), (0.5, 0.6), False), ((3.0, 0.31), (0.5, 0.4), False)]
+)
+def test_entropy_that_fell_without_a_better_score_has_collapsed(entropy: tuple[float, float], score: tuple[float, float], told: bool) -> None:
+    first, last = ({"policy/entropy": e, "critic/score/mean": s} for e, s in zip(entropy, score))
+    lines = unhealthy(last, run_of(), first)
+    assert [line.split(":")[0] for line in lines] == (["policy/entropy fell from 3 to 0.29"] if told else [])
+
+
+@pytest.mark.parametrize(
+    ("peak", "pretrain", "rank", "told"),
+    [
+        (5e-7, "maker/model", None, []),
+        (5e-6, "maker/model", None, []),
+        (4e-7, "maker/model", None, ["low"]),
+        (1e-4, "maker/model", None, ["high"]),
+        (1e-4, {"recipe": {}}, None, []),
+        (1e-4, "maker/model", 8, []),
+    ],
+)
+def test_the_largest_rate_is_judged_for_a_pretrained_model(peak: float, pretrain: Any, rank: int | None, told: list[str], tmp_path: Path) -> None:
+    config = run_of(pretrain=pretrain, actor_train=Role(model_args=ModelArgs(lora_rank=rank)))
+    lines = unhealthy({}, config, None, peak)
+    assert [line.split(": ")[1].split(" ")[0] for line in lines] == told
+    history = History(rates={0: [1, 0.0, 0.0], 1: [2, peak, peak / 2], 2: [1, 0.0, 0.0]})
+    assert (f"learning rate up to {peak:.4g}: " in report.write(tmp_path, config, history, None)) == bool(told)
 
 
 def test_advice_names_its_section_of_the_documentation() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    assert set(report.SECTIONS) == set(HEALTHY)
-    for name, section in report.SECTIONS.items():
-        assert f"\n## {section}\n" in page
-        assert unhealthy({name: float("nan")})[0].endswith(f"(docs/troubleshooting.md: {section})")
+    told = {section for healthy in (*HEALTHY.values(), PRETRAINED_RATE) for _, section in (healthy.below, healthy.above) if section}
+    assert {section for section in told if f"\n## {section}\n" not in page} == set()
+    for name in HEALTHY:
+        assert re.search(r"\(docs/troubleshooting.md: [A-Z][a-z ]+\)$|is 0\)$", unhealthy({name: float("nan")})[0])
+
+
+def test_the_report_shows_the_learning_rate_that_the_updates_had(tmp_path: Path) -> None:
+    history = History()
+    for p in range(8):
+        history.trained(p, [p / 8, (p + 0.5) / 8])
+    history.trained(8, [])
+    block = report.write(tmp_path, CONFIG, history, None).split("\n\n", 1)[1].splitlines()
+    assert block[:3] == ["Learning rate of 16 updates in 8 steps, 0 to 0.9375:", "", "    ▁▂▃▄▅▆▇█"]
+    assert block[4:7] == ["| step | updates | first rate | last rate |", "|---:|---:|---:|---:|", "| 0 | 2 | 0 | 0.0625 |"]
+    assert block[-1] == "| 7 | 2 | 0.875 | 0.9375 |"
+    assert len(block) == 4 + 2 + 8
+
+
+def test_the_table_of_rates_is_short_and_holds_the_largest(tmp_path: Path) -> None:
+    history = History()
+    for p in range(1000):
+        history.trained(p, [2.0 if p == 7 else 1.0 - p / 1000])
+    lines = report.write(tmp_path, CONFIG, history, None).splitlines()
+    assert [line.split(" | ")[0] for line in lines if line.startswith("| ")][1:] == [
+        "| 0", "| 7", "| 125", "| 250", "| 375", "| 500", "| 624", "| 749", "| 874", "| 999",
+    ]  # fmt: skip
+    (bars,) = [line.strip() for line in lines if line.startswith("    ")]
+    assert len(bars) == 60
+    assert (bars[0], bars[-1]) == ("█", "▁")
+
+
+@pytest.mark.parametrize(("values", "bars"), [([0.0, 0.0], "▁▁"), ([3.0], "█"), ([0.0, 1.0, 4.0], "▁▃█"), ([0.0, 2.0, 2.0, 4.0], "▁▅▅█")])
+def test_bars_run_from_zero_to_the_largest(values: list[float], bars: str) -> None:
+    assert report.sparkline(values) == bars
+
+
+def test_bars_are_means_of_neighbours() -> None:
+    assert report.sparkline([0.0, 2.0, 8.0, 8.0], 2) == "▂█"
+
+
+def test_pictures_of_the_loggers_are_shown(tmp_path: Path) -> None:
+    config = evolve(CONFIG, track_with=(Choice("silent"), Choice("drawing"), Choice("not installed")))
+    assert report.write(tmp_path, config, History(), None) == "# lake: 9 steps\n\n![a.png](a.png)\n\n![b.png](b.png)\n"
 
 
 def test_the_history_travels_through_json() -> None:
-    history = History({0: evaluation(0.1, 0.2), 10: {"val/x": 1.0}}, {"random": {"val/x": 2.0}}, {"policy/loss": 0.5})
+    history = History({0: evaluation(0.1, 0.2), 10: {"val/x": 1.0}}, {"random": {"val/x": 2.0}})
+    history.note({"policy/loss": 0.5, "policy/entropy": 2.0})
+    history.note({"policy/loss": 0.4})
+    history.trained(3, [1e-6, 2e-6])
+    assert (history.first, history.last) == ({"policy/loss": 0.5, "policy/entropy": 2.0}, {"policy/loss": 0.4, "policy/entropy": 2.0})
     assert History.from_plain(json.loads(json.dumps(history.to_plain()))) == history
     assert History.from_plain(History().to_plain()) == History()
+    assert History.from_plain({"evaluations": {}, "baselines": {}, "last": {}}) == History()

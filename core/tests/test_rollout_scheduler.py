@@ -17,8 +17,8 @@ from attrs import evolve
 from turnwise.contracts.env_manager import Episode, Limits, Sampler
 from turnwise.contracts.inference import GeneratingArgs, Request
 from turnwise.data import Generation, Sample, Trajectory, Turn
-from turnwise.errors import CheckpointError, ConfigError, EngineError, EnvironmentFailure, TrainerError
-from turnwise.rollout import RolloutResult, RolloutSettings, Scheduler, TagPlan
+from turnwise.errors import CheckpointError, ConfigError, EngineError, EnvironmentFailure, TrainerError, TurnwiseError
+from turnwise.rollout import EpisodeSpec, LocalStage, Played, RolloutResult, RolloutSettings, Scheduler, TagPlan, WorkerLost
 from turnwise.rollout.seeds import REPLACEMENT, environment_seed, request_seed
 
 TURNS = 3
@@ -490,3 +490,71 @@ def test_the_state_between_synchronous_batches_is_an_empty_queue() -> None:
     scheduler.load_state(scheduler.state())
     with pytest.raises(CheckpointError, match="synchronous"):
         scheduler.load_state({"queue": [1]})
+
+
+class Elsewhere:
+    """A stage that hands every episode to one that plays here, and remembers the attempts; `lose` of them get lost with their worker."""
+
+    workers = 3
+
+    def __init__(self, inner: LocalStage, lose: int = 0) -> None:
+        self.inner, self.lose = inner, lose
+        self.specs: list[EpisodeSpec] = []
+        self.alive = self.most = self.closed = 0
+
+    async def play(self, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]) -> Played:
+        self.specs.append(spec)
+        number = len(self.specs)
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        try:
+            await asyncio.sleep(0)
+            if number <= self.lose:
+                raise WorkerLost("worker 0 died", counts=number == 1)
+            return await self.inner.play(spec, stop)
+        finally:
+            self.alive -= 1
+
+    async def abort(self) -> None:
+        await self.inner.abort()
+
+    async def close(self) -> None:
+        self.closed += 1
+        await self.inner.close()
+
+
+def elsewhere(settings: RolloutSettings, lose: int = 0, groups: int = 2) -> tuple[RolloutResult, Elsewhere]:
+    async def run() -> tuple[RolloutResult, Elsewhere]:
+        plans, backend = [plan([], groups=groups)], Backend()
+        stage = Elsewhere(LocalStage(plans, settings, backend, None), lose)  # type: ignore[arg-type]
+        scheduler = Scheduler(plans, settings, backend, None, stage)  # type: ignore[arg-type]
+        try:
+            return await scheduler.next_batch(0, version=0), stage
+        finally:
+            await scheduler.close()
+
+    return asyncio.run(run())
+
+
+def test_episodes_played_on_another_stage_are_the_same_ones() -> None:
+    there, stage = elsewhere(CALM)
+    here = batch([plan([])])
+    assert [(t.group, t.member, t.seed) for t in there.trajectories] == [(t.group, t.member, t.seed) for t in here.trajectories]
+    assert there.counts == here.counts
+    assert {(s.tag, s.group, s.member, s.attempt) for s in stage.specs} == {("Lake", g, m, 0) for g in (0, 1) for m in (0, 1)}
+    assert {s.seed for s in stage.specs} == {environment_seed(CALM.seed, "Lake", g) for g in (0, 1)}
+    assert stage.closed == 1
+
+
+def test_max_concurrent_is_that_of_one_worker() -> None:
+    _, stage = elsewhere(evolve(CALM, max_concurrent=1), groups=5)
+    assert stage.most == 3
+
+
+def test_a_lost_worker_is_one_failure_however_many_episodes_it_played() -> None:
+    result, stage = elsewhere(evolve(CALM, max_env_failure_rate=0.3), lose=3)
+    assert result.counts["env_failures"] == 1
+    assert result.counts["retries"] == 3
+    assert result.counts["episodes"] == 4
+    assert len(result.failures) == 3
+    assert sorted(s.attempt for s in stage.specs) == [0, 0, 0, 0, 1, 1, 1]

@@ -23,8 +23,7 @@ class Implementation:
     `target`: the class, or `"module:Class"`, imported when it is built. `config`: its attrs class or `"module:Class"` (none: options
     are checked against the constructor's signature). `requires`: import names without which it cannot work in any mode. `aliases`:
     other names it answers to, within its kind. `presets`: named option sets (`strategy_config: ${deepspeed_zero3}`). `fixtures`:
-    `"module:function"` that gives the conformance kit what it needs to build one. `plans_only`: this version of the plugin has the
-    configuration alone, so that `turnwise plan` works and a run is refused.
+    `"module:function"` that gives the conformance kit what it needs to build one.
     """
 
     name: str
@@ -35,7 +34,6 @@ class Implementation:
     summary: str = ""
     presets: dict[str, dict[str, Any]] = field(factory=dict)
     fixtures: Any = None
-    plans_only: bool = False
 
 
 class Hooks:

@@ -29,9 +29,9 @@ from turnwise.pipeline.preflight import preflight, refuse
 from turnwise.plugins import registry
 
 
-def _loaded(path: Path, overrides: Sequence[str], notes: bool = False, planning: bool = False) -> Loaded:
+def _loaded(path: Path, overrides: Sequence[str], notes: bool = False, planning: bool = False, checking: bool = False) -> Loaded:
     """Load, and tell the warnings; the notes on what was translated where somebody asks about the configuration itself."""
-    loaded = load(path, overrides, planning=planning)
+    loaded = load(path, overrides, planning=planning, checking=checking)
     for note in loaded.notes if notes else ():
         click.echo(f"note: {note}", err=True)
     for warning in loaded.warnings:
@@ -41,9 +41,9 @@ def _loaded(path: Path, overrides: Sequence[str], notes: bool = False, planning:
 
 def train(path: Path, overrides: Sequence[str]) -> None:
     """Train; an error says what was saved and how to go on."""
-    loaded = _loaded(path, overrides)
+    loaded = _loaded(path, overrides, checking=True)
     config = loaded.config
-    refuse(preflight(config, path.parent))
+    refuse(preflight(config, path.parent, loaded.lacks))
     logs = Path(config.logging_dir or config.output_dir)
     pipeline = Pipeline(config, path.parent, to_plain(config))
     log = _log_to(logs)
@@ -229,8 +229,8 @@ def plan(path: Path, overrides: Sequence[str], *, as_json: bool, earlier: Path |
 
 def check(path: Path, overrides: Sequence[str]) -> None:
     """Report what is wrong with the configuration, and what this machine lacks."""
-    loaded = _loaded(path, overrides, notes=True)
-    findings = preflight(loaded.config, path.parent)
+    loaded = _loaded(path, overrides, notes=True, checking=True)
+    findings = preflight(loaded.config, path.parent, loaded.lacks)
     for line in findings.config:
         click.echo(f"config: {line}", err=True)
     for line in findings.machine:

@@ -201,8 +201,8 @@ def check_environments(data: Mapping[str, Any], registry: Registry, report: Repo
         try:
             entry = registry.find("environment", name)
         except PluginError as error:
-            if report.planning:
-                report.warn((*path, "env_type"), f"{error} `plan` works without it, and does not check env_config")
+            if "Did you mean" not in str(error):  # else it is misspelt
+                report.lack((*path, "env_type"), str(error), "`plan` works without it, and does not check env_config")
                 continue
             report.cause = report.cause or error
             report.error((*path, "env_type"), str(error))

@@ -195,6 +195,21 @@ def _devices(edit: Edit) -> None:
             holder[edit.path[-1]] = devices
 
 
+def _frozen_of_role(edit: Edit) -> None:
+    edit.drop()
+    target = (edit.path[0], "model_args", "freeze_module_prefix")
+    if edit.value and edit.put(target, edit.value):
+        edit.note(f"is {dotted(target)} here")
+
+
+def _prefixes(edit: Edit) -> None:
+    """One name, or several with commas between."""
+    if edit.value is None:
+        edit.drop()
+    elif isinstance(edit.value, str):
+        at(edit.data, edit.path[:-1])[edit.path[-1]] = [name.strip() for name in edit.value.split(",") if name.strip()]
+
+
 def _old_logprobs(edit: Edit) -> None:
     if isinstance(edit.value, bool):
         edit.data["recompute_old_logprobs"] = str(edit.value).lower()
@@ -272,11 +287,8 @@ RULES: tuple[Rule, ...] = (
     Rule("ROLE.flash_attn", move("{0}.model_args.attn_implementation"), "one key says which attention runs"),
     Rule("ROLE.model_args.flash_attn", move("{0}.model_args.attn_implementation"), "one key says which attention runs"),
     Rule("ROLE.model_args.attn_implementation", alias(ATTENTION), "the name in transformers"),
-    Rule("ROLE.model_args.freeze_module_prefix", later(None, [], keep=False), "training a part of the model"),
-    Rule("ROLE.freeze_module_prefix", later(None, [], keep=False), "training a part of the model"),
-    Rule("ROLE.model_args.lora_rank", later(None), "LoRA"),
-    Rule("ROLE.model_args.lora_alpha", later(None), "LoRA"),
-    Rule("ROLE.model_args.lora_target", later(None), "LoRA"),
+    Rule("ROLE.freeze_module_prefix", _frozen_of_role, "it is a setting of the model"),
+    Rule("ROLE.model_args.freeze_module_prefix", _prefixes, ""),
     Rule("ROLE.use_remove_padding", move("{0}.use_sequence_packing"), "packing removes the padding"),
     Rule("ROLE.sequence_length_round_in_*", ignore(), "micro-batches are padded to their own longest row"),
     Rule("ROLE.model_args.ulysses_size", later(1, None, keep=False), "Ulysses sequence parallelism"),

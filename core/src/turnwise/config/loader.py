@@ -22,13 +22,14 @@ from turnwise.config.report import Report, Sources
 from turnwise.config.resolve import Merged, add_presets, merge, note_reads, resolve
 from turnwise.config.schema import RunConfig
 from turnwise.config.translate import apply
-from turnwise.errors import MissingPluginError, PluginError
+from turnwise.errors import MachineError, MissingPluginError, PluginError
 from turnwise.plugins import Registry
 
 
 @frozen
 class Loaded:
-    """A configuration that can run. `notes`: what was translated. `warnings`: what has no effect, or an unlikely one.
+    """A configuration that can run. `notes`: what was translated. `warnings`: what has no effect, or an unlikely one. `lacks`: what is not here
+    (an environment that is not installed, a feature of a later version), in a configuration that is not wrong.
 
     `sources` says where a key was written. `text` is the configuration as YAML, includes, overrides and `${…}` resolved: `load` reads
     it again from any folder."""
@@ -38,13 +39,17 @@ class Loaded:
     warnings: list[str] = field(factory=list)
     sources: Sources = field(factory=lambda: Sources(""))
     text: str = ""
+    lacks: list[str] = field(factory=list)
 
 
-def load(path: FilePath | str, overrides: Sequence[str] = (), *, registry: Registry | None = None, planning: bool = False) -> Loaded:
-    """Read `path` with `key=value` overrides. Raises ConfigError with every problem at once, one line each.
+def load(
+    path: FilePath | str, overrides: Sequence[str] = (), *, registry: Registry | None = None, planning: bool = False, checking: bool = False
+) -> Loaded:
+    """Read `path` with `key=value` overrides. Raises ConfigError with every problem at once, one line each; without one, MachineError with
+    everything that the configuration needs and is not here.
 
-    `planning`: only arithmetic is wanted (`turnwise plan`), so that a missing distribution of `plugins:`, an environment that is not installed
-    and asynchronous training are warnings."""
+    `checking`: what is not here stands in `Loaded.lacks` instead. `planning`: only arithmetic is wanted (`turnwise plan`), so that a missing
+    distribution of `plugins:`, an environment that is not installed and asynchronous training are warnings."""
     file = FilePath(path)
     registry = plugins.registry() if registry is None else registry
     found = read_layers(file, str(path))
@@ -61,8 +66,10 @@ def load(path: FilePath | str, overrides: Sequence[str] = (), *, registry: Regis
         config = check_relations(config, registry, report)
     report.raise_problems()
     assert config is not None
+    if report.lacks and not checking:
+        raise MachineError("\n".join(report.lacks))
     text = OmegaConf.to_yaml(OmegaConf.create(_portable(whole, free, file.parent)))
-    return Loaded(config, report.notes, report.warnings, report.sources, text)
+    return Loaded(config, report.notes, report.warnings, report.sources, text, report.lacks)
 
 
 def _declare(merged: Merged, folder: FilePath, registry: Registry, report: Report) -> None:

@@ -57,8 +57,10 @@ class Report:
     sources: Sources
     notes: list[str] = field(factory=list)
     warnings: list[str] = field(factory=list)
+    lacks: list[str] = field(factory=list)
+    """What is not here, in a configuration that is not wrong: an environment that is not installed, a feature that this version lacks."""
     planning: bool = False
-    """Only arithmetic is wanted: an environment that is not installed, or a feature that this version lacks, is a warning where it can be."""
+    """Only arithmetic is wanted: what is not here is a warning."""
     cause: BaseException | None = None
     """The exception behind the first problem with a plugin, to be chained."""
     _problems: dict[str, tuple[str, int]] = field(factory=dict)
@@ -77,6 +79,13 @@ class Report:
         line = self._line(path, text)
         if line not in self.warnings:
             self.warnings.append(line)
+
+    def lack(self, path: Path, text: str, planned: str) -> None:
+        """Something that is not here; a warning with the words `planned` behind it where only arithmetic is wanted."""
+        if self.planning:
+            self.warn(path, f"{text} {planned}")
+        elif (line := self._line(path, text)) not in self.lacks:
+            self.lacks.append(line)
 
     def note(self, path: Path, text: str) -> None:
         """A key of the field that was translated."""

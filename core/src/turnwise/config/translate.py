@@ -118,15 +118,16 @@ def ignore(*harmless: Any, fix: str = "") -> Action:
 def later(*off: Any, keep: bool = True, plans: bool = False) -> Action:
     """A feature that this version lacks: refused unless it is switched off. `keep` False: the schema has no such key.
 
-    `plans`: the arithmetic of `turnwise plan` is right with it, so that there it is a warning."""
+    `plans`: the configuration is right, and will run with a later version; `turnwise plan` can do its arithmetic."""
 
     def action(edit: Edit) -> None:
         if not any(edit.value == value and isinstance(edit.value, bool) == isinstance(value, bool) for value in off):
-            if plans and edit.report.planning:
-                edit.report.warn(edit.path, f"{edit.value!r}: {edit.why} is planned here, but `turnwise train` refuses it in this version")
-                return
             shown = f", or set {edit.path[-1]}: {json.dumps(off[0])}" if off else ""
-            edit.refuse(f"{edit.path[-1]} = {edit.value!r}: {edit.why} is not supported by this version", f"remove the key{shown}")
+            what, fix = f"{edit.path[-1]} = {edit.value!r}: {edit.why} is not supported by this version", f"remove the key{shown}"
+            if plans:
+                edit.report.lack(edit.path, f"{what}. Fix: {fix}.", "`plan` does its arithmetic all the same")
+                return
+            edit.refuse(what, fix)
             edit.drop()
         elif not keep:
             edit.drop()

@@ -22,7 +22,10 @@ class LoggerContext:
 
 
 class Logger(Protocol):
-    """Built as `Logger(config, context)`."""
+    """Built as `Logger(config, context)`.
+
+    Optional `pictures`, a tuple of file names: what it draws into `context.folder`, for the report of the run to show.
+    """
 
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of pipeline step `step`; values may be NaN, names may be new."""

@@ -10,10 +10,13 @@ from attrs import field, frozen
 
 @frozen
 class RuntimeContext:
-    """`timeout`: seconds that a call to a role may take before the run ends with its name."""
+    """`timeout`: seconds that a call to a role may take before the run ends with its name. `plugins` and `base` (the folder of the YAML):
+    what every further process declares before it builds anything by name."""
 
     timeout: float = 3600.0
     seed: int = 0
+    plugins: tuple[str, ...] = ()
+    base: str = "."
 
 
 @frozen
@@ -47,7 +50,12 @@ class Handle(Protocol):
 
 
 class Runtime(Protocol):
-    """Built as `Runtime(config, context)`."""
+    """Built as `Runtime(config, context)`.
+
+    Optional static `counts_devices(config) -> bool`: False where the GPUs of this machine say nothing of those that `device_mapping` names.
+    Optional `stage(plans, settings, chat, backend) -> Stage | None`: workers in which episodes are played (turnwise.rollout.stage); without
+    it, or with None, they are played on the driver's event loop.
+    """
 
     one_process: bool
     """Whether all roles live in the driver's process (then the weight transport `shared` works)."""

@@ -113,7 +113,7 @@ class TrainStrategy(Protocol):
 
     transports: tuple[str, ...]
     data_parallel: tuple[int, int]
-    """(rank, size) among the processes that see different rows; (0, 1) for one process."""
+    """(rank, size) among the processes that see different rows; asked for only where a role has several processes."""
 
     def logprobs(self, rows: Rows) -> np.ndarray:
         """float32 [R]: log-prob of every sampled token."""

@@ -39,6 +39,21 @@ class EnvironmentBuilder:
         return known.build("environment", self.name, self.options)
 
 
+@frozen
+class ManagerBuilder:
+    """Builds the environment manager of a tag by name, in any process: it declares the run's plugins first."""
+
+    choice: Choice
+    context: ManagerContext
+    plugins: tuple[str, ...] = ()
+    base: str = "."
+
+    def __call__(self) -> Any:
+        """A new manager."""
+        registry().declare(self.plugins, Path(self.base))
+        return build("env_manager", self.choice, self.context)
+
+
 @define
 class Folders:
     """Where a run writes."""
@@ -74,11 +89,13 @@ def tag_plans(config: RunConfig, manager: EnvManagerConfig, args: GeneratingArgs
     for tag, groups in zip(manager.tags, manager.num_groups_partition, strict=True):
         env = config.custom_envs[tag]
         builder = EnvironmentBuilder(env.env_type, env.env_config, config.plugins, str(base))
+        managed = ManagerBuilder(env.env_manager, ManagerContext(tag=tag, max_turns=env.max_steps), config.plugins, str(base))
         plans.append(
             TagPlan(
                 tag=tag,
                 build=builder,
-                manager=build("env_manager", env.env_manager, ManagerContext(tag=tag, max_turns=env.max_steps)),
+                manager=build("env_manager", managed.choice, managed.context),
+                manager_builder=managed,
                 limits=limits(config, env, args),
                 groups=groups,
                 group_size=manager.group_size,
@@ -100,8 +117,11 @@ def limits(config: RunConfig, env: CustomEnv, args: GeneratingArgs) -> Limits:
     )
 
 
-def scheduler(config: RunConfig, base: Path, backend: InferenceBackend, chat: Chat | None, *, evaluation: bool) -> Scheduler:
-    """The rollout scheduler of training, or of evaluation with its own seed, tasks and generating arguments."""
+def scheduler(
+    config: RunConfig, base: Path, backend: InferenceBackend, chat: Chat | None, *, evaluation: bool, runtime: Runtime | None = None
+) -> Scheduler:
+    """The rollout scheduler of training, or of evaluation with its own seed, tasks and generating arguments. Episodes are played by the
+    workers of `runtime` where it has any."""
     manager = config.val_env_manager if evaluation else config.train_env_manager
     assert manager is not None
     args = manager.generating_args or config.actor_infer.generating_args
@@ -117,7 +137,9 @@ def scheduler(config: RunConfig, base: Path, backend: InferenceBackend, chat: Ch
         generating_args=args,
         async_generation_ratio=config.async_generation_ratio,
     )
-    return Scheduler(tag_plans(config, manager, args, base), settings, backend, chat if backend.input == "ids" else None)
+    plans, chat = tag_plans(config, manager, args, base), chat if backend.input == "ids" else None
+    stage = getattr(runtime, "stage", None)
+    return Scheduler(plans, settings, backend, chat, None if stage is None else stage(plans, settings, chat, backend))
 
 
 def model_source(config: RunConfig, base: Path) -> ModelSource:
@@ -216,9 +238,10 @@ def role_plan(config: RunConfig, name: str, model: Path, chat: Chat | None) -> R
     )
 
 
-def runtime(config: RunConfig) -> Runtime:
+def runtime(config: RunConfig, base: Path) -> Runtime:
     """The runtime that places the roles."""
-    built: Runtime = build("runtime", config.runtime, RuntimeContext(timeout=config.runtime_timeout, seed=config.seed))
+    context = RuntimeContext(timeout=config.runtime_timeout, seed=config.seed, plugins=config.plugins, base=str(base.absolute()))
+    built: Runtime = build("runtime", config.runtime, context)
     return built
 
 

@@ -22,7 +22,7 @@ DEVICE_GB = 40
 LOGITS_CHUNK = 2**26
 """Logits that exist at a time in training; in fp32, with their gradient."""
 CPU_BYTES_PER_TOKEN = {"rollout": 17, "log_probs": 4, "advantages": 8}
-"""Id, mask, turn, log-prob and version of a token of the batch; its log-prob by another model; its advantage and return."""
+"""Id, mask, turn, log-prob and version of a token of the batch; its log-prob (or value) by each model; its advantage and return."""
 DUMP_BYTES = {"prompt": 6, "sampled": 36}
 """A token in the JSON of a dumped trajectory: its id; for a sampled one also mask, log-prob and version."""
 FULL = 0.9
@@ -42,7 +42,7 @@ def estimates(config: RunConfig, base: Path, *, device_gb: float = DEVICE_GB, ea
         "tokens_per_step": tokens,
         "device_gb": device_gb,
         "memory": memory(config, facts, int(device_gb * 1e9)) if facts is not None else None,
-        "cpu": {name: width * tokens["trained"] for name, width in CPU_BYTES_PER_TOKEN.items()},
+        "cpu": main_memory(config, facts, tokens["trained"]),
         "disk": disk(config, facts, tokens),
         "time": times(config, earlier) if earlier is not None else None,
     }
@@ -60,6 +60,16 @@ def tokens_per_step(config: RunConfig) -> dict[str, int]:
     return {"sampled": min(sampled, trained), "trained": trained}
 
 
+def main_memory(config: RunConfig, facts: ModelFacts | None, tokens: int) -> dict[str, int]:
+    """Bytes of the batch in main memory by what they hold, at most; `images` of a model that reads them, as if every token were of one."""
+    models = 1 + needs_reference(config) + (config.critic is not None)
+    out = {name: width * tokens for name, width in CPU_BYTES_PER_TOKEN.items()}
+    out["log_probs"] *= models
+    if facts is not None and facts.image is not None:
+        out["images"] = facts.image.pixel_bytes * tokens
+    return out
+
+
 def updates_by_policy(config: RunConfig) -> dict[str, list[int]]:
     """Updates of a step under every installed batch-adjust policy: with the fewest and with the most rows that the turns may give."""
     context = AdjustContext(rows_per_update(config.actor_train), config.rollout_batch_size)
@@ -74,7 +84,10 @@ def updates_by_policy(config: RunConfig) -> dict[str, list[int]]:
 
 
 def memory(config: RunConfig, facts: ModelFacts, device: int) -> list[dict[str, Any]]:
-    """Bytes on one device by role and phase, in the order in which the roles run; `cpu`: bytes that it keeps in main memory instead."""
+    """Bytes on one device by role and phase, in the order in which the roles run; `cpu`: bytes that it keeps in main memory instead.
+
+    `images`, of a model that reads them and not in the total: the most that pictures and their tower add, as if every token were of one.
+    """
     out: list[dict[str, Any]] = [{"role": "actor_infer", "phase": "sampling", **_sampling(config, facts, device)}]
     trained = {"actor_train": True, "critic": True, "reference": False}
     for name in ("reference", "actor_train", "critic"):
@@ -118,7 +131,11 @@ def _training(config: RunConfig, role: Role, facts: ModelFacts, trainable: bool)
         "activations_kept": kept,
     }
     held: dict[str, int] = dict(options.memory(asked)) if hasattr(options, "memory") else {"weights": facts.parameters * BYTES[dtype]}
-    return {**held, "activations": held.get("activations", wanted) + logits}
+    out = {**held, "activations": held.get("activations", wanted) + logits}
+    if facts.image is not None:
+        kept_all = role.model_args.disable_gradient_checkpointing
+        out["images"] = facts.image.device_bytes(tokens, dtype, trainable=trainable, kept=kept_all)
+    return out
 
 
 def disk(config: RunConfig, facts: ModelFacts | None, tokens: Mapping[str, int]) -> dict[str, int | None]:
@@ -207,7 +224,8 @@ def _memory_line(line: Mapping[str, Any]) -> str:
     names = ("weights", "gradients", "optimizer", "activations", "kv_cache")
     parts = " + ".join(f"{name.replace('_', ' ')} {_bytes(line[name])}" for name in names if line.get(name))
     offloaded = f", {_bytes(line['cpu'])} in main memory" if line.get("cpu") else ""
-    return f"{line['role']}, {line['phase']}: {_bytes(line['total'])} a device ({parts}){offloaded}"
+    images = f", images at most {_bytes(line['images'])} more" if line.get("images") else ""
+    return f"{line['role']}, {line['phase']}: {_bytes(line['total'])} a device ({parts}){images}{offloaded}"
 
 
 def _bytes(size: float) -> str:

@@ -1,4 +1,4 @@
-"""What a model's config.json tells without its weights: parameters, and the bytes of a token in the KV cache and in training."""
+"""What a model's config.json tells without its weights: parameters, and the bytes of a token in the KV cache, in training, and of an image."""
 
 from __future__ import annotations
 
@@ -15,8 +15,34 @@ KNOWN = (*BIASED, *QK_NORMED, "llama", "mistral")
 
 
 @frozen
+class ImageFacts:
+    """An image tower by its sizes. A token of the prompt that stands for a piece of an image is `patches` patches of `side`² pixels, of which
+    the tower reads `values` numbers each (all channels, and the frames that a patch spans)."""
+
+    parameters: int
+    hidden: int
+    intermediate: int
+    layers: int
+    patches: int
+    side: int
+    values: int
+
+    @property
+    def pixel_bytes(self) -> int:
+        """The pixels behind one token in main memory: red, green and blue, a byte each."""
+        return self.patches * self.side**2 * 3
+
+    def device_bytes(self, tokens: int, dtype: str, *, trainable: bool, kept: bool) -> int:
+        """At most, for `tokens` tokens all of images: the patches in fp32, and what the tower keeps (as `ModelFacts.activation_bytes`);
+        without gradients the activations of one layer."""
+        layer = 6 * self.hidden + 2 * self.hidden + 3 * self.intermediate
+        inside = layer if not trainable else self.layers * layer if kept else self.layers * self.hidden + layer
+        return tokens * self.patches * (4 * self.values + inside * BYTES[dtype])
+
+
+@frozen
 class ModelFacts:
-    """A dense decoder by its sizes; `vision`: the parameters of an image tower. `kv_heads` and `head` give the width of keys and values."""
+    """A dense decoder by its sizes; `image`: its image tower. `kv_heads` and `head` give the width of keys and values."""
 
     hidden: int
     intermediate: int
@@ -30,7 +56,7 @@ class ModelFacts:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    vision: int = 0
+    image: ImageFacts | None = None
 
     @property
     def parameters(self) -> int:
@@ -40,7 +66,7 @@ class ModelFacts:
         mlp = 3 * self.hidden * self.intermediate + (2 * self.intermediate + self.hidden) * self.mlp_bias
         layer = attention + mlp + 2 * self.hidden + 2 * self.head * self.qk_norm
         embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return embeddings + self.layers * layer + self.hidden + self.vision
+        return embeddings + self.layers * layer + self.hidden + (self.image.parameters if self.image is not None else 0)
 
     def kv_bytes(self, dtype: str) -> int:
         """Keys and values of one token, over all layers."""
@@ -97,15 +123,18 @@ def _facts(whole: Mapping[str, Any]) -> ModelFacts | None:
         output_bias=bias,
         mlp_bias=bool(text.get("mlp_bias", False)) and kind == "llama",
         qk_norm=kind in QK_NORMED,
-        vision=_vision(whole["vision_config"]) if kind == "qwen2_5_vl" else 0,
+        image=_vision(whole["vision_config"]) if kind == "qwen2_5_vl" else None,
     )
 
 
-def _vision(config: Mapping[str, Any]) -> int:
+def _vision(config: Mapping[str, Any]) -> ImageFacts:
     """The image tower of Qwen2.5-VL: patches, blocks with biases, and the merger of 2 × 2 patches."""
     hidden, inner, out = int(config["hidden_size"]), int(config["intermediate_size"]), int(config["out_hidden_size"])
     channels = int(config.get("in_channels") or config.get("in_chans") or 3)
-    patches = channels * int(config["temporal_patch_size"]) * int(config["patch_size"]) ** 2 * hidden
+    side, depth = int(config["patch_size"]), int(config["depth"])
+    values = channels * int(config["temporal_patch_size"]) * side**2
     block = 4 * hidden * hidden + 4 * hidden + 3 * hidden * inner + 2 * inner + hidden + 2 * hidden
-    merged = hidden * int(config["spatial_merge_size"]) ** 2
-    return patches + int(config["depth"]) * block + hidden + merged * merged + merged + merged * out + out
+    patches = int(config["spatial_merge_size"]) ** 2
+    merged = hidden * patches
+    parameters = values * hidden + depth * block + hidden + merged * merged + merged + merged * out + out
+    return ImageFacts(parameters, hidden, inner, depth, patches, side, values)

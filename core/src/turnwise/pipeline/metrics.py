@@ -12,14 +12,6 @@ from turnwise.data.normalise import RewardNormalization, normalise_scores
 from turnwise.data.rows import UpdateResult
 from turnwise.data.trajectory import Trajectory
 
-HEALTHY: dict[str, tuple[float, float, str]] = {
-    "policy/approx_kl": (-np.inf, 0.05, "the policy moves too far in a step: lower learning_rate or ppo_epochs"),
-    "policy/clip_frac": (-np.inf, 0.3, "most tokens are clipped: lower learning_rate, or more groups per update"),
-    "policy/entropy": (0.1, np.inf, "entropy collapses: raise entropy_loss_coef, lower learning_rate, or check the reward"),
-    "policy/learning_rate": (np.nextafter(0.0, 1.0), np.inf, "the last update learnt nothing: see `turnwise plan` for the schedule"),
-}
-"""Metric → (lowest, highest, advice) outside of which the report marks it."""
-
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """Scores, groups and lengths of a step, before training."""

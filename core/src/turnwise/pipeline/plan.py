@@ -16,30 +16,42 @@ from turnwise.plugins import registry
 
 
 def arithmetic(config: RunConfig) -> dict[str, Any]:
-    """Everything that `turnwise plan` prints, as plain data. Updates of a step are a range where they depend on the number of turns."""
-    role = config.actor_train
-    fewest, most = rows_per_step(config)
-    adjust = assembly.build("batch_adjust", config.batch_adjust_mode, AdjustContext(rows_per_update(role), config.rollout_batch_size))
-    low, high = (adjust.updates(n) * config.ppo_epochs for n in (fewest, most))
+    """Everything that `turnwise plan` prints, as plain data. Updates of a step are a range where they depend on the number of turns.
+
+    The actor's numbers stand at the top, a critic's own under `critic` (None without one). Raises what `batch_adjust_mode` refuses.
+    """
     evaluations = math.ceil(config.max_steps / config.eval_steps) if config.eval_steps and config.val_env_manager else 0
     at_end = int(bool(evaluations and config.eval_at_end))
     episodes = sum(assembly.planned_episodes(config.val_env_manager).values()) if config.val_env_manager else 0
     return {
-        "data_parallel_size": data_parallel_size(role),
-        "mini_batch": role.training_args.per_device_train_batch_size * data_parallel_size(role),
-        "unit": rows_per_update(role),
+        **training(config, config.actor_train),
         "rollout_batch_size": config.rollout_batch_size,
         "groups": config.train_env_manager.num_env_groups,
         "group_size": config.train_env_manager.group_size,
-        "rows_per_step": [fewest, most],
-        "updates_per_step": [low, high],
+        "rows_per_step": list(rows_per_step(config)),
+        "merged": merges(config),
         "max_steps": config.max_steps,
-        "updates": [low * config.max_steps, high * config.max_steps],
         "trajectories": config.rollout_batch_size * config.max_steps,
         "evaluations": evaluations,
         "evaluation_trajectories": evaluations * episodes,
         "evaluations_at_end": at_end,
-        "warmup_steps": schedule_of(role, config.max_steps).warmup_steps,
+        "critic": training(config, config.critic) if config.critic is not None else None,
+    }
+
+
+def training(config: RunConfig, role: Role) -> dict[str, Any]:
+    """The updates of a trained role and its learning rates. `updates_per_step`, `updates` and `warmup_updates` are [fewest, most]."""
+    adjust = assembly.build("batch_adjust", config.batch_adjust_mode, AdjustContext(rows_per_update(role), config.rollout_batch_size))
+    low, high = (adjust.updates(n) * config.ppo_epochs for n in rows_per_step(config))
+    warmup = schedule_of(role, config.max_steps).warmup_steps
+    return {
+        "data_parallel_size": data_parallel_size(role),
+        "mini_batch": role.training_args.per_device_train_batch_size * data_parallel_size(role),
+        "unit": rows_per_update(role),
+        "updates_per_step": [low, high],
+        "updates": [low * config.max_steps, high * config.max_steps],
+        "warmup_steps": warmup,
+        "warmup_updates": [low * warmup, high * warmup],
         "learning_rate": rates(config, role, max(1, low)),
     }
 
@@ -64,6 +76,11 @@ def _row_per_turn(manager: str) -> bool:
         return False
 
 
+def merges(config: RunConfig) -> bool:
+    """Whether a tag that trains joins turns into rows (`merge_steps`): a row for each turn is then the most, one for each episode the fewest."""
+    return any(getattr(config.custom_envs[tag].env_manager.config, "merge_steps", False) is True for tag in config.train_env_manager.tags)
+
+
 def rates(config: RunConfig, role: Role, per_step: int) -> dict[str, float]:
     """The learning rate of the first, the middle and the last update."""
     schedule, base, total = schedule_of(role, config.max_steps), role.training_args.learning_rate, config.max_steps
@@ -76,17 +93,23 @@ def rates(config: RunConfig, role: Role, per_step: int) -> dict[str, float]:
 
 def warnings(config: RunConfig, plan: dict[str, Any]) -> list[str]:
     """What the arithmetic gives reason to warn of."""
-    out = []
-    kind = config.actor_train.training_args.lr_scheduler_type
-    if plan["warmup_steps"] and kind == "constant":
-        out.append(f"warmup_steps = {plan['warmup_steps']} has no effect with lr_scheduler_type constant. Fix: constant_with_warmup")
-    elif plan["warmup_steps"]:
-        first = "; the very first update has learning rate 0" if plan["learning_rate"]["start"] == 0 else ""
-        out.append(f"warmup_steps = {plan['warmup_steps']} counts pipeline steps{first}")
-    if not plan["learning_rate"]["end"] > 0:
-        out.append("the last update has learning rate 0: it learns nothing")
+    out = _of_the_schedule("", config.actor_train, plan)
+    if config.critic is not None:
+        out += _of_the_schedule("critic: ", config.critic, plan["critic"])
     if plan["updates_per_step"][0] != plan["updates_per_step"][1]:
         out.append(f"batch_adjust_mode {config.batch_adjust_mode.name!r} counts rows: the number of updates depends on the turns played")
+    return out
+
+
+def _of_the_schedule(who: str, role: Role, plan: dict[str, Any]) -> list[str]:
+    out = []
+    if plan["warmup_steps"] and role.training_args.lr_scheduler_type == "constant":
+        out.append(f"{who}warmup_steps = {plan['warmup_steps']} has no effect with lr_scheduler_type constant. Fix: constant_with_warmup")
+    elif plan["warmup_steps"]:
+        first = "; the very first update has learning rate 0" if plan["learning_rate"]["start"] == 0 else ""
+        out.append(f"{who}warmup_steps = {plan['warmup_steps']} counts pipeline steps{first}")
+    if not plan["learning_rate"]["end"] > 0:
+        out.append(f"{who}the last update has learning rate 0: it learns nothing")
     return out
 
 
@@ -104,17 +127,35 @@ def other_meanings(config: RunConfig) -> list[str]:
 
 def render(plan: dict[str, Any]) -> str:
     """The plan as aligned text."""
-    lr, final = plan["learning_rate"], " and the final one" if plan["evaluations_at_end"] else ""
+    final = " and the final one" if plan["evaluations_at_end"] else ""
+    merged = ": merge_steps makes one row of turns whose prompts continue each other" if plan["merged"] else ""
     lines = [
         ("batch", f"{plan['groups']} groups × {plan['group_size']} = {plan['rollout_batch_size']} trajectories a step"),
-        ("rows", f"{_range(plan['rows_per_step'])} a step"),
-        ("unit", f"U = {plan['unit']} (mini-batch {plan['mini_batch']}, data parallel {plan['data_parallel_size']})"),
-        ("updates", f"{_range(plan['updates_per_step'])} a step, {_range(plan['updates'])} in {plan['max_steps']:,} steps"),
+        ("rows", f"{_range(plan['rows_per_step'])} a step{merged}"),
+        *_update_lines(plan, plan["max_steps"]),
         ("trajectories", f"{plan['trajectories']:,}"),
         ("evaluations", f"{plan['evaluations']} with {plan['evaluation_trajectories']:,} trajectories{final}"),
-        ("learning rate", f"start {lr['start']:.4g}, middle {lr['middle']:.4g}, end {lr['end']:.4g}"),
+        *_rate_lines(plan),
     ]
+    if plan["critic"] is not None:
+        own = [*_update_lines(plan["critic"], plan["max_steps"]), *_rate_lines(plan["critic"])]
+        lines += [("critic" if i == 0 else "", f"{name}: {text}") for i, (name, text) in enumerate(own)]
     return "\n".join(f"{name:<14} {text}" for name, text in lines)
+
+
+def _update_lines(plan: dict[str, Any], steps: int) -> list[tuple[str, str]]:
+    return [
+        ("unit", f"U = {plan['unit']} (mini-batch {plan['mini_batch']}, data parallel {plan['data_parallel_size']})"),
+        ("updates", f"{_range(plan['updates_per_step'])} a step, {_range(plan['updates'])} in {steps:,} steps"),
+    ]
+
+
+def _rate_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    lr = plan["learning_rate"]
+    lines = [("learning rate", f"start {lr['start']:.4g}, middle {lr['middle']:.4g}, end {lr['end']:.4g}")]
+    if plan["warmup_steps"]:
+        lines.append(("warm-up", f"{plan['warmup_steps']:,} pipeline steps = {_range(plan['warmup_updates'])} updates"))
+    return lines
 
 
 def _range(pair: list[int]) -> str:

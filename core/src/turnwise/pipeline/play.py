@@ -71,8 +71,9 @@ async def play(config: RunConfig, base: Path, *, player: Choice | None, model: s
 
 
 async def _opponent(config: RunConfig, base: Path, player: Choice | None, model: str | None) -> tuple[InferenceBackend, Any]:
-    if player is not None and getattr(registry().find("inference_backend", player.name).target(), "input", "ids") == "messages":
-        return assembly.player(player, config.val_seed), None
+    opponent = player or (config.actor_infer.strategy_args if model is None else None)
+    if opponent is not None and getattr(registry().find("inference_backend", opponent.name).target(), "input", "ids") == "messages":
+        return assembly.player(opponent, config.val_seed), None
     if player is not None:
         config = evolve(config, actor_infer=evolve(config.actor_infer, strategy_args=player))
     source = assembly.model_source(config, base)

@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,15 @@ class Findings:
     machine: list[str]
 
 
-def preflight(config: RunConfig, base: Path) -> Findings:
-    """Look at everything a training run will need, without starting anything."""
+def preflight(config: RunConfig, base: Path, lacks: Sequence[str] = ()) -> Findings:
+    """Look at everything a training run will need, without starting anything. `lacks`: what is known not to be here (Loaded.lacks)."""
     wrong: list[str] = []
-    lacks: list[str] = []
+    lacks = list(lacks)
     config = assembly.with_seed_files(config, base)
     for role, choice in _roles(config):
         kind = "inference_backend" if role == "actor_infer" else "train_strategy"
-        lacks += _devices(role, assembly.role_of(config, role).device_mapping)
+        lacks += _devices(config, role)
+        wrong += _one_process(config, role)
         for line, machine in _role_problems(config, role, kind, choice):
             (lacks if machine else wrong).append(line)
     if (config.num_gpus_per_node or 0) > (gpus := visible_gpus()):
@@ -90,10 +91,6 @@ def _role_problems(config: RunConfig, role: str, kind: str, choice: Choice | Non
         return
     try:
         entry = registry().find(kind, choice.name)
-        if entry.implementation.plans_only:  # installing its packages would not help
-            text = f"$.{role}.strategy_args: strategy {entry.name} cannot run in this version, it plans only"
-            yield f"{text}. Fix: another strategy_name, or turnwise plan", False
-            return
         if entry.missing:
             return
         target = entry.target()
@@ -205,7 +202,7 @@ def _other_problems(config: RunConfig) -> Iterator[str]:
         "batch_adjust": AdjustContext(rows_per_update(config.actor_train), config.rollout_batch_size),
     }
     for kind, choice in chosen(config):
-        if kind in ("inference_backend", "train_strategy"):
+        if kind in ("inference_backend", "train_strategy") or (kind == "environment" and _absent(choice.name)):
             continue
         try:
             entry = registry().find(kind, choice.name)
@@ -242,11 +239,27 @@ def _signature_problem(target: Any, choice: Choice) -> str:
     return ""
 
 
-def _devices(role: str, mapping: tuple[int, ...]) -> list[str]:
+def _devices(config: RunConfig, role: str) -> list[str]:
+    """GPUs that this machine lacks, where it is this machine's that the runtime would give to the role."""
+    mapping = assembly.role_of(config, role).device_mapping
+    counts = getattr(_target("runtime", config.runtime), "counts_devices", None)
+    if counts is not None and not counts(config.runtime.config):
+        return []
     found = visible_gpus()
     if mapping and max(mapping) >= found:
         return [f"{role}: device_mapping needs {max(mapping) + 1} GPU{'s' if max(mapping) else ''}, found {found}"]
     return []
+
+
+def _one_process(config: RunConfig, role: str) -> list[str]:
+    """A training role of several devices where the runtime has one process, which drives one device."""
+    mapping = assembly.role_of(config, role).device_mapping
+    if role == "actor_infer" or len(mapping) < 2 or getattr(_target("runtime", config.runtime), "one_process", False) is not True:
+        return []
+    return [
+        f"$.{role}.device_mapping: {len(mapping)} devices are as many training processes, and runtime {config.runtime.name!r} has one process: "
+        "it needs runtime ray. Fix: pip install 'turnwise-ray[ray]' and runtime: ray, or one device"
+    ]
 
 
 def visible_gpus() -> int:
@@ -264,7 +277,7 @@ def _missing_packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             entry = registry().find(kind, choice.name)
         except PluginError:
             continue  # reported where it was named
-        if entry.missing and not entry.implementation.plans_only:
+        if entry.missing:
             yield kind.replace("_", " "), choice.name, ", ".join(entry.missing)
 
 
@@ -288,7 +301,7 @@ def _environment_problems(config: RunConfig, base: Path) -> list[str]:
     """Build one environment and the manager of every tag that is played."""
     problems = []
     for manager in (config.train_env_manager, config.val_env_manager):
-        if manager is None:
+        if manager is None or any(_absent(config.custom_envs[tag].env_type) for tag in manager.tags):
             continue
         try:
             assembly.tag_plans(config, manager, GeneratingArgs(), base)
@@ -297,6 +310,11 @@ def _environment_problems(config: RunConfig, base: Path) -> list[str]:
         except (ValueError, TypeError) as error:
             problems.append(f"custom_envs: {error}")
     return problems
+
+
+def _absent(environment: str) -> bool:
+    """Whether no installed plugin brings this environment, which loading the configuration has told."""
+    return not any(entry.name == environment for entry in registry().entries("environment"))
 
 
 def _source_problems(config: RunConfig, base: Path) -> list[str]:

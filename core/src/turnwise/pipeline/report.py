@@ -1,23 +1,24 @@
-"""The report at the end of a run: evaluation before and after beside the baselines, metrics out of their healthy range, what to do next."""
+"""The report at the end of a run: evaluation before and after beside the baselines, the learning rate, metrics out of their healthy range."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from attrs import define, field
 
 from turnwise.config.schema import RunConfig
-from turnwise.pipeline.metrics import HEALTHY
+from turnwise.errors import PluginError
+from turnwise.pipeline.health import unhealthy
+from turnwise.plugins import registry
 
-SECTIONS = {
-    "policy/approx_kl": "The policy moves too far",
-    "policy/clip_frac": "The policy moves too far",
-    "policy/entropy": "Entropy collapses",
-    "policy/learning_rate": "The learning rate is 0",
-}
-"""Metric → the section of docs/troubleshooting.md that says more."""
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 60
+"""Columns of the picture of the learning rate."""
+ROWS = 9
+"""Lines of its table."""
 
 
 @define
@@ -27,16 +28,41 @@ class History:
     evaluations: dict[int, dict[str, float]] = field(factory=dict)
     baselines: dict[str, dict[str, float]] = field(factory=dict)
     last: dict[str, float] = field(factory=dict)
+    first: dict[str, float] = field(factory=dict)
+    """The first value of every metric."""
+    rates: dict[int, list[float]] = field(factory=dict)
+    """Pipeline step → number of updates, learning rate of the first and of the last of them."""
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """The metrics of a step."""
+        self.first = {**values, **self.first}
+        self.last.update(values)
+
+    def trained(self, step: int, rates: Sequence[float]) -> None:
+        """The learning rates of a step's updates; of a step without one nothing is kept."""
+        if rates:
+            self.rates[step] = [len(rates), rates[0], rates[-1]]
 
     def to_plain(self) -> dict[str, Any]:
         """JSON data."""
-        return {"evaluations": {str(k): v for k, v in self.evaluations.items()}, "baselines": self.baselines, "last": self.last}
+        return {
+            "evaluations": {str(k): v for k, v in self.evaluations.items()},
+            "baselines": self.baselines,
+            "last": self.last,
+            "first": self.first,
+            "rates": {str(k): v for k, v in self.rates.items()},
+        }
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> History:
-        """Undo `to_plain`."""
-        evaluations = {int(k): dict(v) for k, v in data["evaluations"].items()}
-        return cls(evaluations, {k: dict(v) for k, v in data["baselines"].items()}, dict(data["last"]))
+        """Undo `to_plain`; a checkpoint of an earlier version knows neither first values nor rates."""
+        return cls(
+            evaluations={int(k): dict(v) for k, v in data["evaluations"].items()},
+            baselines={k: dict(v) for k, v in data["baselines"].items()},
+            last=dict(data["last"]),
+            first=dict(data.get("first", {})),
+            rates={int(k): list(v) for k, v in data.get("rates", {}).items()},
+        )
 
 
 def write(folder: Path, config: RunConfig, history: History, saved: Path | None) -> str:
@@ -44,7 +70,10 @@ def write(folder: Path, config: RunConfig, history: History, saved: Path | None)
     parts = [f"# {config.exp_name}: {config.max_steps} steps"]
     if history.evaluations:
         parts.append(_evaluation_table(history))
-    marks = unhealthy(history.last)
+    if history.rates:
+        parts.append(_learning_rate(history.rates))
+    parts += [f"![{name}]({name})" for name in _pictures(config)]
+    marks = unhealthy(history.last, config, history.first, max((max(r[1:]) for r in history.rates.values()), default=None))
     if marks:
         parts.append("Outside their healthy range at the end:\n" + "\n".join(f"- {line}" for line in marks))
     if saved is not None:
@@ -54,15 +83,40 @@ def write(folder: Path, config: RunConfig, history: History, saved: Path | None)
     return text
 
 
-def unhealthy(values: Mapping[str, float]) -> list[str]:
-    """One line of advice for every metric outside its healthy range."""
-    lines = []
-    for name, (low, high, advice) in HEALTHY.items():
-        value = values.get(name)
-        if value is not None and not low <= value <= high:
-            more = f" (docs/troubleshooting.md: {SECTIONS[name]})" if name in SECTIONS else ""
-            lines.append(f"{name} = {value:.4g}: {advice}{more}")
-    return lines
+def _learning_rate(rates: Mapping[int, Sequence[float]]) -> str:
+    """A picture and a table of the rates that the updates had."""
+    steps = sorted(rates)
+    updates = sum(int(rates[p][0]) for p in steps)
+    shown = sorted({steps[round(i * (len(steps) - 1) / (ROWS - 1))] for i in range(ROWS)} | {max(steps, key=lambda p: max(rates[p][1:]))})
+    lines = [
+        f"Learning rate of {updates:,} updates in {len(steps):,} steps, {min(min(rates[p][1:]) for p in steps):.4g} to "
+        f"{max(max(rates[p][1:]) for p in steps):.4g}:",
+        f"\n    {sparkline([(rates[p][1] + rates[p][2]) / 2 for p in steps])}\n",
+        "| step | updates | first rate | last rate |",
+        "|---:|---:|---:|---:|",
+        *(f"| {p:,} | {int(rates[p][0]):,} | {rates[p][1]:.4g} | {rates[p][2]:.4g} |" for p in shown),
+    ]
+    return "\n".join(lines)
+
+
+def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
+    """At most `width` bars from 0 to the largest of `values` (not negative, at least one), each the mean of neighbours."""
+    columns = min(width, len(values))
+    cuts = [round(i * len(values) / columns) for i in range(columns + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    top = max(means)
+    return "".join(BARS[min(len(BARS) - 1, int(len(BARS) * mean / top))] if top > 0 else BARS[0] for mean in means)
+
+
+def _pictures(config: RunConfig) -> list[str]:
+    """What the chosen loggers say they draw into the run's folder (their optional `pictures`)."""
+    names: list[str] = []
+    for choice in config.track_with:
+        try:
+            names += getattr(registry().find("logger", choice.name).target(), "pictures", ())
+        except PluginError:
+            continue
+    return names
 
 
 def _evaluation_table(history: History) -> str:

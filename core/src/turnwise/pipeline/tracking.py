@@ -39,7 +39,7 @@ class Tracking:
             log.info("%s: %s", where, line)
         if lines and not self._told_failures:
             self._told_failures = True
-            log.warning("%s: %d attempts failed, the first: %s. Later ones are counted, and told in run.log", where, len(lines), lines[0])
+            log.warning("%s: %d attempts failed, the first: %s. Later ones are counted, and told in run.log", where, len(lines), lines[0].rstrip("."))
 
     def resume(self, step: int) -> None:
         """The run begins, or goes on, at `step`."""

@@ -2,5 +2,6 @@
 
 from turnwise.rollout.plan import RolloutResult, RolloutSettings, TagPlan
 from turnwise.rollout.scheduler import Scheduler
+from turnwise.rollout.stage import EpisodeSpec, LocalStage, Played, Stage, WorkerLost
 
-__all__ = ["RolloutResult", "RolloutSettings", "Scheduler", "TagPlan"]
+__all__ = ["EpisodeSpec", "LocalStage", "Played", "RolloutResult", "RolloutSettings", "Scheduler", "Stage", "TagPlan", "WorkerLost"]

@@ -110,15 +110,22 @@ class HostedEnvironment:
 
 
 class Requests:
-    """The backend behind its boundary: a request's timeout, and what was given up and must be aborted.
+    """The backend behind its boundary: a request's timeout, and what was given up and must be aborted (appended to `given_up`).
 
     `stop` is called with an EngineError when a request takes longer than `request_timeout`.
     """
 
-    def __init__(self, backend: InferenceBackend, settings: RolloutSettings, sweeper: Sweeper, stop: Callable[[TurnwiseError], None]) -> None:
+    def __init__(
+        self,
+        backend: InferenceBackend,
+        settings: RolloutSettings,
+        sweeper: Sweeper,
+        stop: Callable[[TurnwiseError], None],
+        given_up: list[Request],
+    ) -> None:
         self.backend = backend
         self.settings = settings
-        self.given_up: list[Request] = []
+        self.given_up = given_up
         self._sweeper = sweeper
         self._stop = stop
 

@@ -28,7 +28,7 @@ class TagPlan:
 
     `build` makes one environment (picklable for `step: process`). `step`: where its calls run. `max_concurrent_steps`: how many `reset`
     and `step` calls of the tag may run at once (None: all). `num_tasks`: the rows of a data-set environment, which is reset with
-    `options={"index": i}`; None for every other.
+    `options={"index": i}`; None for every other. `manager_builder`: makes the manager again in another process, by name.
     """
 
     tag: str
@@ -40,13 +40,15 @@ class TagPlan:
     step: StepMode = "thread"
     max_concurrent_steps: int | None = None
     num_tasks: int | None = None
+    manager_builder: Callable[[], EnvManager] | None = None
 
 
 @frozen
 class RolloutSettings:
     """`seed`: the run's seed (`val_seed` for evaluation). Timeouts in seconds. `max_env_retries`: further attempts of a failed episode.
     `max_env_failure_rate`: failed attempts per episode of a batch past which the run stops, 0 ≤ rate < 1 (else ConfigError).
-    `max_concurrent`: episodes alive at once (None: all). `evaluation`: fixed tasks, nothing replaced, no training samples.
+    `max_concurrent`: episodes alive at once in one worker, of which a stage has one or more (None: all). `evaluation`: fixed tasks, nothing
+    replaced, no training samples.
     `async_generation_ratio`: how many steps ahead of the weights groups may start; 0 is synchronous."""
 
     seed: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
@@ -11,37 +10,20 @@ from typing import Any
 from attrs import define, field
 
 from turnwise.contracts.chat import Chat
-from turnwise.contracts.env_manager import Episode
 from turnwise.contracts.inference import InferenceBackend
-from turnwise.data.trajectory import Sample, Trajectory
 from turnwise.errors import CheckpointError, EngineError, EnvironmentFailure, TurnwiseError
-from turnwise.rollout.episode import EpisodeSampler, HostedEnvironment, Pool, Requests
 from turnwise.rollout.hosts import EnvironmentTimeout
 from turnwise.rollout.plan import RolloutResult, RolloutSettings, TagPlan
 from turnwise.rollout.process import one_line
 from turnwise.rollout.seeds import REPLACEMENT, environment_seed, task_index
-from turnwise.rollout.sweeper import Sweeper
-
-logger = logging.getLogger(__name__)
-
-_GRACE_SECONDS = 5.0
-"""How long cancelled episodes, and then the backend's aborts, may take; what still hangs is left behind."""
-
-
-@define(eq=False)
-class _Played:
-    """A finished episode."""
-
-    trajectory: Trajectory
-    samples: list[Sample]
-    frames: list[Any] | None
+from turnwise.rollout.stage import GRACE_SECONDS, EpisodeSpec, LocalStage, Played, Stage, WorkerLost
 
 
 @define(eq=False)
 class _Group:
     """One group in play. `local`: its place among the groups of its tag in the step. `outcomes`: per member, None if it was given up."""
 
-    pool: Pool
+    plan: TagPlan
     slot: int
     local: int
     round: int
@@ -49,11 +31,7 @@ class _Group:
     seed: int
     options: dict[str, Any] | None
     rendered: range
-    outcomes: dict[int, _Played | None] = field(factory=dict)
-
-    @property
-    def plan(self) -> TagPlan:
-        return self.pool.plan
+    outcomes: dict[int, Played | None] = field(factory=dict)
 
 
 @define(eq=False)
@@ -65,7 +43,6 @@ class _Batch:
     planned: int
     open_groups: int
     done: asyncio.Future[None]
-    requests: Requests = field(init=False)
     finished: list[_Group] = field(factory=list)
     tasks: set[asyncio.Task[None]] = field(factory=set)
     counts: Counter[str] = field(factory=Counter)
@@ -82,17 +59,17 @@ class Scheduler:
     """Plays the groups of `plans`, slots dealt tag after tag.
 
     Group s of step q has the serial number q·G + s (G: groups per step), its r-th replacement that plus r·2**32; every seed follows
-    from it, so timing changes none. `chat` is None for a backend of `input: messages`.
+    from it, so timing changes none. `chat` is None for a backend of `input: messages`. `stage`: where the episodes are played (None: here).
     """
 
-    def __init__(self, plans: Sequence[TagPlan], settings: RolloutSettings, backend: InferenceBackend, chat: Chat | None) -> None:
+    def __init__(
+        self, plans: Sequence[TagPlan], settings: RolloutSettings, backend: InferenceBackend, chat: Chat | None, stage: Stage | None = None
+    ) -> None:
         self.plans = tuple(plans)
         self.settings = settings
         self.backend = backend
-        self.chat = chat
-        self._sweeper = Sweeper(min(settings.step_timeout, settings.reset_timeout, settings.request_timeout))
-        self._pools = [Pool(plan, settings, self._sweeper) for plan in self.plans]
-        self._slots = [(pool, local) for pool in self._pools for local in range(pool.plan.groups)]
+        self.stage = LocalStage(self.plans, settings, backend, chat) if stage is None else stage
+        self._slots = [(plan, local) for plan in self.plans for local in range(plan.groups)]
         self._open: dict[int, _Batch] = {}
         self._waiting: deque[tuple[_Batch, _Group, int]] = deque()
         self._running = 0
@@ -131,9 +108,7 @@ class Scheduler:
     async def close(self) -> None:
         """Cancel what still plays and close every environment; may be called twice."""
         await self._abort()
-        for pool in self._pools:
-            await pool.close()
-        self._sweeper.stop()
+        await self.stage.close()
 
     # ---------------------------------------------------------------- a batch from beginning to end
 
@@ -141,7 +116,6 @@ class Scheduler:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         planned = sum(plan.groups * plan.group_size for plan in self.plans)
         batch = _Batch(step=step, render=render, planned=planned, open_groups=len(self._slots), done=done)
-        batch.requests = Requests(self.backend, self.settings, self._sweeper, batch.fail)
         for slot in range(len(self._slots)):
             self._enqueue(batch, slot, replacement=0)
         if not self._slots:
@@ -157,8 +131,6 @@ class Scheduler:
             await self._abort()
             raise
         del self._open[step]
-        if not self._open:
-            self._sweeper.stop()
         return _result(batch)
 
     async def _abort(self) -> None:
@@ -174,30 +146,23 @@ class Scheduler:
             task.cancel()
         self._running = 0
         if tasks:
-            await asyncio.wait(tasks, timeout=_GRACE_SECONDS)
-        aborts = [asyncio.ensure_future(self.backend.abort(request)) for batch in batches for request in batch.requests.given_up]
-        if aborts:
-            done, late = await asyncio.wait(aborts, timeout=_GRACE_SECONDS)
-            for abort in late:
-                abort.cancel()
-            for error in filter(None, (abort.exception() for abort in done)):
-                logger.warning("aborting a request raised %s", one_line(error))
+            await asyncio.wait(tasks, timeout=GRACE_SECONDS)
         if batches:
+            await self.stage.abort()
             self._tell()
-        self._sweeper.stop()
 
     # ---------------------------------------------------------------- groups
 
     def _enqueue(self, batch: _Batch, slot: int, replacement: int) -> None:
-        pool, local = self._slots[slot]
-        plan, seed = pool.plan, self.settings.seed
+        plan, local = self._slots[slot]
+        seed = self.settings.seed
         serial = batch.step * len(self._slots) + slot + replacement * REPLACEMENT
         options = None
         if plan.num_tasks is not None:
             of_tag = batch.step * plan.groups + local + replacement * REPLACEMENT
             options = {"index": of_tag % plan.num_tasks if self.settings.evaluation else task_index(seed, plan.tag, of_tag, plan.num_tasks)}
         group = _Group(
-            pool=pool,
+            plan=plan,
             slot=slot,
             local=local,
             round=replacement,
@@ -210,7 +175,7 @@ class Scheduler:
 
     def _fill(self) -> None:
         """Start waiting episodes as far as `max_concurrent` allows, then tell the backend: before any of them can send a request."""
-        limit = self.settings.max_concurrent
+        limit = None if self.settings.max_concurrent is None else self.settings.max_concurrent * self.stage.workers
         while self._waiting and (limit is None or self._running < limit):
             batch, group, member = self._waiting.popleft()
             task = asyncio.get_running_loop().create_task(self._member(batch, group, member))
@@ -223,7 +188,7 @@ class Scheduler:
             self._told = self._running
             self.backend.live(self._running)
 
-    def _ended(self, batch: _Batch, group: _Group, member: int, outcome: _Played | None) -> None:
+    def _ended(self, batch: _Batch, group: _Group, member: int, outcome: Played | None) -> None:
         """One episode is over; its group may be, and its replacement takes its place in one change of the number alive."""
         if batch.done.done():  # the batch has failed; nothing is started for it any more
             return
@@ -272,33 +237,17 @@ class Scheduler:
                 batch.fail(EngineError(f"the inference backend or the environment manager cancelled an episode ({place})."))
             raise
 
-    async def _attempt(self, batch: _Batch, group: _Group, member: int, attempt: int) -> _Played:
-        pool, plan = group.pool, group.plan
-        frames: list[Any] | None = [] if member in group.rendered else None
-        host = await pool.take()
-        try:
-            episode = Episode(
-                environment=HostedEnvironment(host, pool, group.seed, group.options, frames),
-                chat=self.chat,
-                limits=plan.limits,
-                tag=plan.tag,
-                group=group.serial,
-                member=member,
-                attempt=attempt,
-                seed=group.seed,
-            )
-            sampler = EpisodeSampler(batch.requests, plan.tag, group.seed, group.serial, member, attempt)
-            trajectory = await plan.manager.run(episode, sampler)
-            samples = [] if self.settings.evaluation else plan.manager.samples(trajectory)
-        except asyncio.CancelledError:
-            if not host.lost:  # it was the model that the episode waited for
-                pool.give(host)
-            raise
-        except Exception:
-            await host.discard(self.settings.step_timeout)
-            raise
-        pool.give(host)
-        return _Played(trajectory, samples, frames)
+    async def _attempt(self, batch: _Batch, group: _Group, member: int, attempt: int) -> Played:
+        spec = EpisodeSpec(
+            tag=group.plan.tag,
+            group=group.serial,
+            member=member,
+            attempt=attempt,
+            seed=group.seed,
+            options=group.options,
+            rendered=member in group.rendered,
+        )
+        return await self.stage.play(spec, batch.fail)
 
     def _count(self, batch: _Batch, group: _Group, place: tuple[int, int, int], error: Exception) -> None:
         """Count a failed attempt. Raises EnvironmentFailure when there are too many of them."""
@@ -306,6 +255,8 @@ class Scheduler:
         cause = str(error) if isinstance(error, EnvironmentFailure) else f"the environment manager raised {one_line(error)}"
         line = f"{group.plan.tag}, group {serial}, member {member}, attempt {attempt}: {' '.join(cause.split())}"
         batch.failures.append((place, line))
+        if isinstance(error, WorkerLost) and not error.counts:
+            return
         batch.failed_tags[group.plan.tag] += 1
         batch.counts["env_failures"] += 1
         batch.counts["env_timeouts"] += isinstance(error, EnvironmentTimeout)

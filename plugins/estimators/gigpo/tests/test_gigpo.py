@@ -186,6 +186,19 @@ def test_type_and_shape_are_kept_apart_and_equal_content_is_equal() -> None:
     assert labels[:half].tolist() == labels[half:].tolist()
 
 
+LEAVES = st.none() | st.booleans() | st.integers(0, 2) | st.sampled_from([0.0, -0.0, 1.0, float("nan"), "a", "b", "", b"a"])
+NESTED = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(st.text("ab", max_size=1), inner)
+)
+
+
+@given(st.lists(NESTED, max_size=12))
+def test_nested_states_are_equal_exactly_where_their_keys_are(values: list[Any]) -> None:
+    labels = anchor_groups(objects(values), np.zeros(len(values), np.int64)).tolist()
+    keys = [anchor_key(value) for value in values]
+    assert [a == b for a in labels for b in labels] == [a == b for a in keys for b in keys]
+
+
 def test_the_order_of_keys_and_the_memory_layout_do_not_matter() -> None:
     assert anchor_key({"a": 1, "b": 2}) == anchor_key({"b": 2, "a": 1})
     array = np.arange(6).reshape(2, 3)

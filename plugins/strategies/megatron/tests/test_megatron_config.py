@@ -1,4 +1,4 @@
-"""The options of Megatron: how devices divide, bytes by hand, and the refusal to run."""
+"""The options of Megatron: how devices divide, bytes by hand, and what is checked without the engine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.contracts.train import TrainContext
-from turnwise.errors import ConfigError
+from turnwise.contracts.train import LossChoice, Objective, TrainContext
 from turnwise_megatron import train_strategies
 from turnwise_megatron.config import MegatronConfig
 from turnwise_megatron.strategy import MegatronStrategy
@@ -49,9 +48,19 @@ def test_the_names_of_the_field_answer() -> None:
     assert record.aliases == ("megatron_train", "megatron_infer")
 
 
-def test_it_refuses_to_run_in_one_line() -> None:
-    context = TrainContext(model=Path("m"), role="actor_train")
-    (line,) = MegatronStrategy.check(MegatronConfig(), context)
-    assert line.startswith("strategy megatron cannot run in this version, it plans only. Fix: ")
-    with pytest.raises(ConfigError, match="plans only"):
-        MegatronStrategy(MegatronConfig(), context)
+def test_what_needs_no_engine_is_checked_without_it() -> None:
+    context = TrainContext(model=Path("m"), role="actor_train", objective=Objective(LossChoice("vanilla")), devices=tuple(range(4)))
+    assert MegatronStrategy.check(config(tp=2, pp=2), context) == []
+    (line,) = MegatronStrategy.check(config(tp=3), context)
+    assert line.startswith("actor_train.device_mapping: 4 devices are not divisible by tensor_model_parallel_size 3")
+    lines = MegatronStrategy.check(config(engine_args={"lr": 1, "moe_grouped_gemm": True}), context)
+    assert [line.split(" ", 1)[1] for line in lines] == [
+        "is decided by training_args. Fix: remove it",
+        "is Megatron's, and strategy megatron does not support it. Fix: remove it",
+    ]
+
+
+@pytest.mark.parametrize(("wrong", "text"), [({"betas": [0.9]}, "betas must be two"), ({"eps": 0.0}, "eps"), ({"logits_chunk": -1}, "logits_chunk")])
+def test_the_options_of_adamw_are_checked(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        MegatronConfig(**wrong)

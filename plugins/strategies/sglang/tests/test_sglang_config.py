@@ -1,14 +1,11 @@
-"""The options of sglang: how devices divide, what a device holds, the engine's own names, and the refusal to run."""
+"""The options of sglang: how devices divide, what a device holds, and what is refused."""
 
 from __future__ import annotations
 
 import pytest
 
 from turnwise.config.convert import structure
-from turnwise.contracts.inference import InferenceContext
-from turnwise.errors import ConfigError
 from turnwise_sglang import inference_backends
-from turnwise_sglang.backend import SglangBackend
 from turnwise_sglang.config import RUNTIME_BYTES, SglangConfig
 
 GB = 10**9
@@ -37,15 +34,19 @@ def test_values_out_of_range_are_refused(options: dict[str, float]) -> None:
     assert structure(SglangConfig, options)[1]
 
 
-def test_nothing_heavy_is_needed_and_the_engine_is_named() -> None:
+def test_copies_inside_one_server_are_counted() -> None:
+    config = SglangConfig(**{TP: 2, "dp_size": 2})
+    assert config.data_parallel_size(8) == 4
+    with pytest.raises(ValueError, match=f"6 devices are not divisible by {TP} 2 × pp_size 1 × dp_size 2"):
+        config.data_parallel_size(6)
+
+
+def test_a_pause_that_keeps_the_cache_of_old_weights_is_refused_with_the_reason() -> None:
+    ((path, words),) = structure(SglangConfig, {"pause_mode": "in_place"})[1]
+    assert path == ("pause_mode",)
+    assert "the tokens match neither policy. Fix: pause_mode: retract" in words
+
+
+def test_it_runs_and_needs_no_sglang_in_this_interpreter() -> None:
     (record,) = inference_backends()
-    assert record.requires == ("sglang",)
-    assert "does not run" in record.summary
-
-
-def test_it_refuses_to_run_in_one_line() -> None:
-    context = InferenceContext(model=None, chat=None)
-    (line,) = SglangBackend.check(SglangConfig(), context)
-    assert line.startswith("strategy sglang cannot run in this version, it plans only. Fix: ")
-    with pytest.raises(ConfigError, match="plans only"):
-        SglangBackend(SglangConfig(), context)
+    assert record.requires == ("torch", "httpx2")

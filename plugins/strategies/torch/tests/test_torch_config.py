@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from turnwise_torch.config import TorchConfig
+from turnwise_torch.config import FsdpConfig, TorchConfig
 
 
-def test_it_is_one_data_parallel_rank() -> None:
-    assert TorchConfig().data_parallel_size(1) == 1
+@pytest.mark.parametrize("world", [1, 4])
+def test_every_device_is_a_data_parallel_rank(world: int) -> None:
+    assert TorchConfig().data_parallel_size(world) == world
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,20 @@ def test_it_is_one_data_parallel_rank() -> None:
 )
 def test_memory_counts_weights_gradients_and_optimizer(facts: dict[str, Any], expected: dict[str, int]) -> None:
     assert TorchConfig().memory({"parameters": 100, **facts}) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "facts", "expected"),
+    [
+        ({}, {"dtype": "bf16"}, {"weights": 100, "gradients": 400, "optimizer": 200}),
+        ({"reduce_every_microbatch": True}, {"dtype": "bf16"}, {"weights": 100, "gradients": 100, "optimizer": 200}),
+        ({"reshard_after_forward": False}, {"dtype": "bf16"}, {"weights": 300, "gradients": 400, "optimizer": 200}),
+        ({"cpu_offload": True}, {"dtype": "fp32"}, {"weights": 0, "gradients": 400, "optimizer": 0, "cpu": 300}),
+        ({}, {"dtype": "bf16", "trainable": False}, {"weights": 50, "gradients": 0, "optimizer": 0}),
+    ],
+)
+def test_memory_of_four_devices_is_that_of_one_of_them(options: dict[str, bool], facts: dict[str, Any], expected: dict[str, int]) -> None:
+    assert TorchConfig(fsdp=FsdpConfig(**options)).memory({"parameters": 100, "world": 4, **facts}) == expected
 
 
 @pytest.mark.parametrize(

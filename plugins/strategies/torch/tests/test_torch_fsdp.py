@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -45,7 +45,7 @@ class Case:
     """A strategy by the changes to its context, and its options."""
 
     changes: Mapping[str, Any]
-    config: TorchConfig = TorchConfig(betas=(0.9, 0.95))
+    config: TorchConfig = field(factory=lambda: TorchConfig(betas=(0.9, 0.95)))
     tied: bool = True
 
 

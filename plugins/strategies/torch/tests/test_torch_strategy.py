@@ -252,7 +252,6 @@ def test_a_critic_learns_the_returns(build: Build, rows: Rows) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"devices": (0, 1)}, r"actor_train.device_mapping names 2 devices, strategy torch uses one"),
         ({"dtype": "fp16"}, r"actor_train.model_args.dtype: fp16 cannot be trained"),
         ({"temperature": 0.0}, r"needs a sampling temperature over 0"),
         ({"attn_implementation": "flash_attention_2"}, r"needs dtype bf16 or fp16"),

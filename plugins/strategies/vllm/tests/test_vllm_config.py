@@ -1,18 +1,66 @@
-"""The options of vllm: how devices divide, what a device holds, the engine's own names, and the refusal to run."""
+"""The options of vllm and what becomes of them without the engine: sizes, names, sampling parameters, log-probs that are not ours, versions."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 
 from turnwise.config.convert import structure
-from turnwise.contracts.inference import InferenceContext
-from turnwise.errors import ConfigError
-from turnwise_vllm import inference_backends
+from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
+from turnwise.errors import ConfigError, EngineError
+from turnwise_vllm import arguments, inference_backends
 from turnwise_vllm.backend import VllmBackend
 from turnwise_vllm.config import RUNTIME_BYTES, VllmConfig
+from turnwise_vllm.requests import Answer, are_ours, collapsed, generation, sampling, versions_of
+from turnwise_vllm.server import server_command
 
 GB = 10**9
 TP, PP, SHARE = "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization"
+
+
+class Letters:
+    """A chat whose token 65 is an A."""
+
+    stop_ids = (2,)
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Letters; the stop token is left out."""
+        return "".join(chr(token) for token in ids if token != 2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of a model with two layers and two key-value heads of 32."""
+    facts = {"vocab_size": 100, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(facts), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def engine_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A vLLM of four arguments."""
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    text = """
+class EngineArgs:
+    model: str = ""
+    max_num_seqs: int = 1
+    swap_space: int = 0
+
+
+class AsyncEngineArgs(EngineArgs):
+    enable_log_requests: bool = False
+"""
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_loader("vllm", None, is_package=True)
+    assert spec is not None
+    spec.submodule_search_locations = [str(tmp_path / "vllm")]
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: spec)
 
 
 @pytest.mark.parametrize(("tp", "pp", "world", "engines"), [(1, 1, 8, 8), (4, 1, 8, 2), (2, 2, 8, 2), (1, 1, 1, 1)])
@@ -32,20 +80,150 @@ def test_the_cache_gets_what_the_weights_leave() -> None:
     assert VllmConfig(**{SHARE: 0.1}).memory(facts)["kv_cache"] == 0
 
 
-@pytest.mark.parametrize("options", [{TP: 0}, {SHARE: 0.0}, {SHARE: 1.5}])
-def test_values_out_of_range_are_refused(options: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "options", [{TP: 0}, {SHARE: 0.0}, {SHARE: 1.5}, {"mode": "remote"}, {"start_timeout": 0.0}, {"logprobs_mode": "raw_logits"}]
+)
+def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:
     assert structure(VllmConfig, options)[1]
 
 
-def test_nothing_heavy_is_needed_and_the_engine_is_named() -> None:
+def test_the_record_needs_the_engine_and_runs_it() -> None:
     (record,) = inference_backends()
     assert record.requires == ("vllm",)
-    assert "does not run" in record.summary
 
 
-def test_it_refuses_to_run_in_one_line() -> None:
-    context = InferenceContext(model=None, chat=None)
-    (line,) = VllmBackend.check(VllmConfig(), context)
-    assert line.startswith("strategy vllm cannot run in this version, it plans only. Fix: ")
-    with pytest.raises(ConfigError, match="plans only"):
-        VllmBackend(VllmConfig(), context)
+@pytest.mark.usefixtures("engine_source")
+@pytest.mark.parametrize(
+    ("options", "devices", "told"),
+    [
+        ({"engine_args": {"max_num_seq": 3}}, (), "has no engine argument 'max_num_seq'. Did you mean 'max_num_seqs'?"),
+        ({"engine_args": {"swap_space": 4, "enable_log_requests": True}}, (), None),
+        ({"engine_args": {"block_size": 16}}, (), "engine_args.block_size: has a key of its own"),
+        ({"engine_args": {"dtype": "half"}}, (), "set by the run. Fix: leave it out, and set actor_infer.model_args.dtype"),
+        ({"mode": "attach"}, (), "mode attach needs the server's address"),
+        ({"mode": "attach", "base_url": "http://x", "engine_args": {"swap_space": 1}}, (), "cannot be set from here: swap_space"),
+        ({"base_url": "http://x"}, (), "is for mode attach, and mode is in_process"),
+        ({"max_model_len": 100}, (), "100 is below sequence_length 2048"),
+        ({"enable_sleep_mode": True}, (), "no device memory to give back on a CPU"),
+        ({TP: 2}, (0, 1, 2), "3 devices are not divisible"),
+        ({"engine_args": {"data_parallel_size": 3}}, (0, 1), "2 devices hold 2 engines"),
+        ({"engine_args": {"data_parallel_size": 0}}, (), "0 is not a positive integer"),
+        ({TP: 2, "enable_sleep_mode": True}, (0, 1, 2, 3), None),
+    ],
+)
+def test_options_are_checked_without_starting_anything(options: dict[str, Any], devices: tuple[int, ...], told: str | None) -> None:
+    lines = VllmBackend.check(VllmConfig(**options), InferenceContext(None, None, devices=devices))
+    if told is None:
+        assert lines == []
+    else:
+        assert any(told in line for line in lines), lines
+        assert all(line.startswith("$.actor_infer") for line in lines)
+
+
+@pytest.mark.engines
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra: turnwise-vllm[vllm] or [cpu])")
+def test_argument_names_are_those_of_the_real_engine() -> None:
+    known = arguments.argument_names()
+    assert known is not None
+    typed = set(arguments.engine_arguments(VllmConfig(), InferenceContext(Path(), None), cpu=False))
+    assert typed <= known
+    assert {"speculative_config", "scheduling_policy", "enable_log_requests"} <= known
+
+
+def test_arguments_of_a_cpu_are_small_and_those_of_gpus_are_the_engines(folder: Path) -> None:
+    context = InferenceContext(folder, None, dtype="fp32", sequence_length=200, infer_batch_size=10)
+    cpu = arguments.engine_arguments(VllmConfig(engine_args={"swap_space": 1}), context, cpu=True)
+    # Two blocks of 128 tokens for each of ten sequences; a token is key and value of two layers of two heads of 32 float32 numbers.
+    assert cpu["kv_cache_memory_bytes"] == 10 * 256 * (2 * 2 * 2 * 32 * 4)
+    assert (cpu["enforce_eager"], cpu["max_num_seqs"], cpu["max_model_len"], cpu["dtype"], cpu["swap_space"]) == (True, 10, 200, "float32", 1)
+    assert SHARE not in cpu
+    gpu = arguments.engine_arguments(VllmConfig(tensor_parallel_size=2), InferenceContext(folder, None, devices=(0, 1, 2, 3)), cpu=False)
+    assert (gpu["enforce_eager"], gpu["data_parallel_size"], gpu[SHARE]) == (False, 2, 0.9)
+    assert "kv_cache_memory_bytes" not in gpu
+    assert arguments.cache_bytes(VllmConfig(), context, 200, 10**9) == 4 * 2**30
+
+
+def test_the_environment_lasts_for_the_start_and_leaves_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    values = arguments.environment(VllmConfig(start_timeout=7.5), cpu=True)
+    assert "OMP_NUM_THREADS" not in values
+    assert values["VLLM_ENGINE_READY_TIMEOUT_S"] == "7"
+    monkeypatch.setenv("LD_PRELOAD", "")
+    with arguments.applied(values):
+        assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
+        os.environ["LD_PRELOAD"] = "set by vLLM"
+    assert "VLLM_LOGGING_LEVEL" not in os.environ
+    assert os.environ["LD_PRELOAD"] == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "processed", "raw"),
+    [
+        ({"temperature": 0.7}, True, False),
+        ({"temperature": 1.0}, True, True),
+        ({"temperature": 0.0, "top_p": 0.5}, True, True),
+        ({"temperature": 1.0, "top_p": 0.9}, False, True),
+        ({"temperature": 0.7, "top_k": 5}, False, False),
+    ],
+)
+def test_log_probs_are_given_only_where_they_are_ours(args: dict[str, Any], processed: bool, raw: bool) -> None:
+    chosen = GeneratingArgs(**args)
+    assert (are_ours(chosen, "processed_logprobs"), are_ours(chosen, "raw_logprobs")) == (processed, raw)
+    request = Request(0, chosen, 4)
+    for mode, ours in (("processed_logprobs", processed), ("raw_logprobs", raw)):
+        answer = generation(Answer([65, 2], [-1.0, -2.0], [("0", 0, 2)], "stop"), request, Letters(), mode)
+        assert (answer.logprobs is not None) == ours
+
+
+def test_sampling_parameters_leave_the_end_to_the_chat() -> None:
+    fields = sampling(Request(2**63 + 5, GeneratingArgs(8, 0.7, stop_strings=("x",)), 8), room=6, stop_ids=(2, 3))
+    assert fields["max_tokens"] == 6
+    assert fields["stop_token_ids"] == [2, 3]
+    assert fields["ignore_eos"]
+    assert fields["seed"] == 5
+    assert (fields["stop"], fields["include_stop_str_in_output"], fields["detokenize"]) == (["x"], True, True)
+
+
+@pytest.mark.parametrize(("included", "text"), [(True, "ABC"), (False, "A")])
+def test_the_text_ends_at_the_stop_string_and_the_ids_do_not(included: bool, text: str) -> None:
+    request = Request(0, GeneratingArgs(8, 1.0, stop_strings=("BC",), include_stop_str_in_output=included), 8)
+    answer = generation(Answer([65, 66, 67], [-1.0] * 3, [("4", 0, 3)], "stop"), request, Letters(), "processed_logprobs")
+    assert (answer.text, answer.finish) == (text, "stop")
+    assert answer.ids is not None
+    assert answer.ids.tolist() == [65, 66, 67]
+
+
+def test_every_token_carries_the_version_of_its_span() -> None:
+    assert versions_of(Answer([1] * 5, [0.0] * 5, [("default", 0, 2), ("7", 2, 5)], "stop")).tolist() == [0, 0, 7, 7, 7]
+    with pytest.raises(EngineError, match="the weight version of 2 of 3 tokens"):
+        versions_of(Answer([1] * 3, [0.0] * 3, [("7", 0, 2)], "stop"))
+
+
+def test_log_probs_that_are_no_numbers_are_an_error() -> None:
+    answer = Answer([1], [float("nan")], [("0", 0, 1)], "stop")
+    with pytest.raises(EngineError, match="not finite"):
+        generation(answer, Request(0, GeneratingArgs(), 4), Letters(), "processed_logprobs")
+
+
+def test_the_servers_command_line_has_the_arguments_in_vllms_spelling() -> None:
+    command = server_command(
+        {"max_model_len": 64, "enforce_eager": True, "enable_prefix_caching": False, "weight_transfer_config": {"backend": "b"}}, 5
+    )
+    assert command[-6:] == ["--max-model-len", "64", "--enforce-eager", "--no-enable-prefix-caching", "--weight-transfer-config", '{"backend": "b"}']
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+
+
+def test_without_a_model_it_refuses_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="needs a model and its chat"):
+        VllmBackend(VllmConfig(), InferenceContext(model=None, chat=None))
+
+
+def test_every_run_of_image_tokens_becomes_one() -> None:
+    ids = np.array([1, 9, 9, 9, 2, 9, 3], np.int32)
+    assert collapsed(ids, 9, 2) == [1, 9, 2, 9, 3]
+    assert collapsed(ids, 9, 0) == ids.tolist()
+    with pytest.raises(EngineError, match="2 runs of image tokens for 1 images"):
+        collapsed(ids, 9, 1)
+    with pytest.raises(EngineError, match="takes text only"):
+        collapsed(ids, None, 1)

@@ -15,7 +15,7 @@ from turnwise.contracts.train import TrainContext
 from turnwise.data.rows import Update
 from turnwise.errors import CheckpointError, TrainerError
 from turnwise.testing.fake_model import initial_weights, save_model
-from turnwise.testing.fakes import FakeBackendConfig, FakeChat, FakeStrategy
+from turnwise.testing.fakes import FakeBackend, FakeBackendConfig, FakeChat, FakeStrategy
 from turnwise.testing.subject import Subject
 from turnwise.testing.synthetic import training_rows
 
@@ -78,14 +78,29 @@ def test_a_role_that_cannot_be_built_is_told_at_once(implementation: Subject, ru
 
 
 def test_a_placed_backend_is_a_backend(implementation: Subject, runner: asyncio.Runner, model: Path) -> None:
+    """As in a run: it gets its first weights before the first request."""
     runtime = build(implementation)
+    handle = runner.run(runtime.place(trainer(model)))
     plan = RolePlan("actor_infer", "inference_backend", "fake_backend", FakeBackendConfig(), InferenceContext(model, FakeChat()))
     backend = runner.run(runtime.place(plan))
-    answer = runner.run(backend.generate(Request(1, GeneratingArgs(), 4, ids=FakeChat().render([{"role": "user", "content": "x"}]))))
     assert backend.input == "ids"
-    assert answer.ids is not None
+    assert tuple(backend.transports) == FakeBackend.transports
+    offer = runner.run(handle.call("offer", "fake", 1, getattr(backend, "receivers", 1)))
     runner.run(backend.pause())
+
+    async def update() -> int:
+        _, version = await asyncio.gather(handle.call("send", offer), backend.receive(offer))
+        return int(version)
+
+    assert runner.run(update()) == 1, "the version of the weights that now serve."
     runner.run(backend.resume())
+    request = Request(1, GeneratingArgs(), 4, ids=FakeChat().render([{"role": "user", "content": "x"}]))
+    answer, again = runner.run(backend.generate(request)), runner.run(backend.generate(request))
+    assert answer.ids is not None
+    np.testing.assert_array_equal(answer.ids, again.ids)
+    assert set(answer.versions) == {1}
+    for method in ("sleep", "wake"):
+        runner.run(getattr(backend, method)())
     runner.run(runtime.close())
 
 

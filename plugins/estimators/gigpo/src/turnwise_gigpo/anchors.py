@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Hashable, Mapping, Sequence, Set
 from difflib import SequenceMatcher
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 
 PLAIN = frozenset({str, int, bool, bytes, type(None)})
 """Types whose values are hashable and compare as one expects, once the type stands beside them."""
+SMALL = 64
+"""Bytes of an array that are kept as they are."""
 
 
 def anchor_groups(anchors: np.ndarray, group: np.ndarray, similarity_threshold: float | None = None) -> np.ndarray:
@@ -56,12 +59,37 @@ def cluster_texts(texts: Sequence[str], threshold: float) -> list[int]:
     return out
 
 
+class _AllPlain(dict[tuple[type, ...], bool]):
+    """Whether the types of a tuple's entries are all plain: few tuples of types, many tuples."""
+
+    def __missing__(self, kinds: tuple[type, ...]) -> bool:
+        self[kinds] = PLAIN.issuperset(kinds)
+        return self[kinds]
+
+
 def _factorised(anchors: np.ndarray) -> tuple[np.ndarray, dict[Hashable, int]]:
-    """A number per anchor, equal for equal ones, and the numbers by key: the one pass in Python."""
+    """A number per anchor, equal for equal ones, and the numbers by key: the one pass in Python.
+
+    Of a nested anchor the parts are numbered, and then the tuple of their numbers, so that keys stay flat.
+    """
     seen: dict[Hashable, int] = {}
-    number = seen.setdefault
-    codes = [number((type(a), a) if type(a) in PLAIN else anchor_key(a), len(seen)) for a in anchors]
-    return np.array(codes, np.int64), seen
+    number_of, all_plain = seen.setdefault, _AllPlain()
+
+    def number(anchor: Any) -> int:
+        kind = type(anchor)
+        if kind in PLAIN or (kind is float and not math.isnan(anchor)):
+            return number_of((kind, anchor), len(seen))
+        if kind is tuple:
+            kinds = tuple(map(type, anchor))
+            if all_plain[kinds]:
+                return number_of((kinds, anchor), len(seen))
+        if kind is tuple or kind is list:
+            return number_of((kind, *map(number, anchor)), len(seen))
+        if kind is dict:
+            return number_of((kind, frozenset(zip(map(number, anchor), map(number, anchor.values())))), len(seen))
+        return number_of(anchor_key(anchor), len(seen))
+
+    return np.array([number(anchor) for anchor in anchors], np.int64), seen
 
 
 def anchor_key(anchor: Any) -> Hashable:
@@ -70,7 +98,7 @@ def anchor_key(anchor: Any) -> Hashable:
     if kind in PLAIN:
         return kind, anchor
     if isinstance(anchor, np.ndarray):
-        content = anchor_key(anchor.tolist()) if anchor.dtype.hasobject else _digest(anchor)
+        content = anchor_key(anchor.tolist()) if anchor.dtype.hasobject else _content(anchor)
         return kind, anchor.dtype.str, anchor.shape, content
     if isinstance(anchor, float | np.floating):
         return kind, "nan" if np.isnan(anchor) else anchor  # a NaN equals nothing, not even itself
@@ -90,6 +118,7 @@ def anchor_key(anchor: Any) -> Hashable:
     return kind, anchor
 
 
-def _digest(array: np.ndarray) -> bytes:
-    """128 bits of the content: an image need not be kept twice."""
-    return hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).digest()
+def _content(array: np.ndarray) -> bytes:
+    """The bytes in C order, of a large array 128 bits of them: an image need not be kept twice."""
+    content = array.tobytes()
+    return content if len(content) <= SMALL else hashlib.blake2b(content, digest_size=16).digest()

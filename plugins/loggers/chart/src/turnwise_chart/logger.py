@@ -18,12 +18,14 @@ from turnwise_chart.config import ChartConfig
 class ChartLogger:
     """Writes `curves.png`, and its points as `curves.json`, so that a resumed run draws the whole curve."""
 
+    pictures = ("curves.png",)
+
     def __init__(self, config: ChartConfig, context: LoggerContext) -> None:
         self._config = config
         self._title = context.exp_name
         self._points: dict[str, list[tuple[int, float]]] = {}
         self._data = context.folder / "curves.json"
-        self._picture = context.folder / "curves.png"
+        self._picture = context.folder / self.pictures[0]
         self._logged = 0
 
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -12,6 +12,7 @@ def loggers() -> list[Implementation]:
             "turnwise_console.logger:ConsoleLogger",
             config="turnwise_console.config:ConsoleConfig",
             requires=("rich",),
+            aliases=("stdout",),
             summary="one line a step and a progress bar in the terminal",
         )
     ]

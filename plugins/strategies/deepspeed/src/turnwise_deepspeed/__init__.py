@@ -1,4 +1,4 @@
-"""Hooks of turnwise-deepspeed: configurations for DeepSpeed, planned and checked; the engine itself does not run in this version."""
+"""Hooks of turnwise-deepspeed: training with DeepSpeed ZeRO."""
 
 from turnwise import Implementation, hookimpl
 
@@ -11,7 +11,7 @@ def train_strategies() -> list[Implementation]:
             "deepspeed",
             "turnwise_deepspeed.strategy:DeepspeedStrategy",
             config="turnwise_deepspeed.config:DeepspeedConfig",
-            requires=("deepspeed",),
+            requires=("torch", "transformers", "deepspeed"),
             aliases=("deepspeed_train", "deepspeed_infer"),
             presets={
                 "deepspeed_zero": {"zero_optimization": {"stage": 0}},
@@ -25,7 +25,7 @@ def train_strategies() -> list[Implementation]:
                     }
                 },
             },
-            plans_only=True,
-            summary="configurations for DeepSpeed ZeRO; this version plans and checks them, it does not run the engine",
+            summary="DeepSpeed ZeRO 0 to 3 on one and more processes, with CPU offload",
+            fixtures="turnwise_deepspeed.fixtures:strategy_fixture",
         )
     ]

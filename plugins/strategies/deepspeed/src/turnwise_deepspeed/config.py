@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from attrs import Attribute, field, frozen, validators
@@ -21,14 +21,30 @@ def _zero(instance: Any, attribute: Attribute[Any], value: Mapping[str, Any]) ->
             raise ValueError(f"zero_optimization.{key} must be a mapping with device none, cpu or nvme, got {block!r}")
 
 
+def _floats(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)
+
+
+def _two_betas(instance: Any, attribute: Attribute[Any], value: tuple[float, ...]) -> None:
+    if len(value) != 2 or not all(0 <= beta < 1 for beta in value):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {list(value)}")
+
+
 @frozen
 class DeepspeedConfig:
     """DeepSpeed's configuration by its own names; keys without a field here are collected in `engine_args`.
 
-    `stage` is short for `zero_optimization: {stage: …}`; ValueError when the two disagree."""
+    `stage` is short for `zero_optimization: {stage: …}`; ValueError when the two disagree. `betas` and `eps` are AdamW's, which is torch's
+    own, or with `zero_force_ds_cpu_optimizer` DeepSpeedCPUAdam (compiled when it is first used; needs an offloaded optimizer).
+    `logits_chunk`: tokens whose logits exist at a time (0: as many as hold 2²⁶ logits).
+    """
 
     stage: int | None = field(default=None, validator=validators.optional(validators.in_(STAGES)))
     zero_optimization: Mapping[str, Any] = field(factory=dict, validator=_zero)
+    betas: tuple[float, ...] = field(default=(0.9, 0.999), converter=_floats, validator=_two_betas)
+    eps: float = field(default=1e-8, validator=validators.gt(0))
+    logits_chunk: int = field(default=0, validator=validators.ge(0))
+    zero_force_ds_cpu_optimizer: bool = False
     engine_args: Mapping[str, Any] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:

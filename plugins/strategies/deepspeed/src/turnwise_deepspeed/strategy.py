@@ -1,21 +1,196 @@
-"""What stands for DeepSpeed until its engine comes: it refuses, before anything starts."""
+"""The strategy `deepspeed`: a transformers model under DeepSpeed's engine, ZeRO stages 0 to 3, on one and more processes."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
 from turnwise.contracts.train import TrainContext
+from turnwise.data.rows import Update, UpdateResult
 from turnwise.errors import ConfigError
+from turnwise_deepspeed import arguments, checkpoint, masters
 from turnwise_deepspeed.config import DeepspeedConfig
+from turnwise_deepspeed.start import join
+from turnwise_torch import lora, models
+from turnwise_torch.base import ModelStrategy, device_of
+from turnwise_torch.config import TorchConfig
+from turnwise_torch.guard import out_of_memory_told
+from turnwise_torch.microbatch import MicroBatch
+from turnwise_torch.strategy import TorchStrategy
 
-REFUSAL = "strategy deepspeed cannot run in this version, it plans only. Fix: turnwise plan, or strategy_name: torch"
+T = TypeVar("T")
 
 
-class DeepspeedStrategy:
-    """Refuses to be built; `turnwise plan` needs its configuration class alone."""
+class Caller(nn.Module):
+    """The model as DeepSpeed's engine sees it: one forward pass is any function that uses the model.
 
-    def __init__(self, config: DeepspeedConfig, context: TrainContext) -> None:
-        raise ConfigError(REFUSAL)
+    So log-probs, whose head is called apart from the model, are one forward pass of the engine, and its hooks gather what they use."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *, compute: Callable[[], T]) -> T:
+        """The result of `compute`."""
+        return compute()
+
+
+class DeepspeedStrategy(ModelStrategy):
+    """Actor, critic (`head: value`) or reference (`trainable: false`), one process of them (see turnwise.contracts.train)."""
+
+    def __init__(self, config: DeepspeedConfig | None, context: TrainContext) -> None:
+        self.config = config or DeepspeedConfig()
+        problems = self.check(self.config, context)
+        if problems:
+            raise ConfigError([line.removeprefix("machine: ") for line in problems])
+        torch.manual_seed(context.seed + context.ranks.rank)  # for policy losses that draw random numbers
+        super().__init__(context, device_of(context))
+        self.stage = self.config.zero_stage
+        self.logits_chunk = self.config.logits_chunk
+        self.engine: Any = None
+        self._lr, self._norm = 0.0, math.inf
+        self._deepspeed = join(context.ranks, self.device)
+        with out_of_memory_told("loading the model", context.role, train=False):
+            self.model = self._load_model()
+            self._facts = checkpoint.facts(self.model, context, self.stage)
+            if context.trainable or self.stage == 3:
+                self._start()
+            else:
+                self.model.to(self.device)
 
     @staticmethod
     def check(config: DeepspeedConfig, context: TrainContext) -> list[str]:
-        """One line: this version has no engine for it."""
-        return [REFUSAL]
+        """What can be known before the model is loaded: one line per problem, `machine: …` for what only this machine lacks."""
+        common = TorchStrategy.check(TorchConfig(), context)  # what any strategy on a transformers model asks of its role
+        return [*arguments.problems(config, context), *(line.replace("strategy torch", "strategy deepspeed") for line in common)]
+
+    # ---------------------------------------------------------------- building
+
+    def _load_model(self) -> nn.Module:
+        """The whole model on the CPU: a trained one in fp32, from which the masters start, any other in the compute dtype."""
+        context = self.context
+        load = models.load_causal_lm if context.head == "lm" else models.load_value_model
+        model = load(context.model, "fp32" if context.trainable else context.dtype, context.attn_implementation)
+        if context.head == "lm":
+            models.check_head(model)
+        if context.use_sequence_packing:
+            models.check_packing(model)
+        lora.choose_trained(model, context)
+        adapters = dict(model.named_parameters())
+        for name, value in lora.initial_values(model, context.seed).items():
+            adapters[name].data.copy_(value)
+        if context.trainable and context.gradient_checkpointing:
+            models.enable_gradient_checkpointing(model)
+        return model
+
+    def _start(self) -> None:
+        settings = arguments.engine_config(self.config, self.context)
+        starts = masters.starting_values(self.model)
+        masters.round_to(self.model, models.torch_dtype(self.context.dtype))
+        optimizer = masters.build_optimizer(self._deepspeed, self.model, self.config, self.context.weight_decay) if starts else None
+        caller = Caller(self.model)
+        if self.stage == 3:  # one parameter after the other: the whole model is never on the device
+            self._deepspeed.zero.Init(module=caller, config_dict_or_path=settings, dtype=models.torch_dtype(self.context.dtype))
+        self.engine = self._deepspeed.initialize(model=caller, optimizer=optimizer, config=settings)[0]
+        self.engine.eval()
+        if self.context.dtype == "bf16":
+            masters.set_masters(self._deepspeed, self.engine, self.stage, starts)
+        if optimizer is not None and self.engine.optimizer is optimizer:  # stage 0 in fp32: DeepSpeed gives no norm, and steps with any gradient
+            optimizer.register_step_pre_hook(lambda *_: self._clip_ourselves())
+
+    # ---------------------------------------------------------------- one forward pass of the engine
+
+    def _log_probs(self, batch: MicroBatch, entropy: bool = False, entropy_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
+        return self._forward(partial(super()._log_probs, batch, entropy, entropy_gradient))
+
+    def _values(self, batch: MicroBatch) -> Tensor:
+        return self._forward(partial(super()._values, batch))
+
+    def _forward(self, compute: Callable[[], T]) -> T:
+        return compute() if self.engine is None else self.engine(compute=compute)
+
+    # ---------------------------------------------------------------- the update
+
+    def update(self, update: Update) -> UpdateResult:
+        """As ModelStrategy.update."""
+        self._lr = update.lr
+        return super().update(update)
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        """DeepSpeed takes the mean over ranks, the objective is a sum. A loss that is not finite becomes a gradient that is not, for which
+        DeepSpeed makes no step."""
+        bad = torch.where(loss.detach().isfinite(), 1.0, math.nan)
+        self.engine.backward(loss * bad * self.context.ranks.size, scale_wrt_gas=False)
+
+    def _clip(self) -> float:
+        """All of DeepSpeed's step: it exchanges gradients, measures, clips and moves the weights in one call, or finds a norm that is not
+        finite and moves nothing."""
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = self._lr
+        self.engine.step()
+        if self.engine.optimizer is self.engine.basic_optimizer:
+            return self._norm
+        return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else math.inf
+
+    def _clip_ourselves(self) -> None:
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._norm = float(nn.utils.clip_grad_norm_(parameters, self.context.max_grad_norm or math.inf))
+        if not math.isfinite(self._norm):
+            self.engine.zero_grad()  # a parameter without a gradient is not stepped
+
+    def _step(self, lr: float) -> None:
+        """Done in `_clip`."""
+
+    def _clear(self) -> None:
+        masters.drop_gradients(self.engine)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        if not hasattr(tensor, "ds_id"):
+            return tensor
+        with self._deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach()  # keeps the gathered storage when the parameter lets go of it
+
+    # ---------------------------------------------------------------- state
+
+    def save(self, folder: Path) -> None:
+        """This process's part: DeepSpeed's checkpoint, random state and the number of updates. Raises CheckpointError."""
+        checkpoint.save(Path(folder), self.engine, self.context, self._facts, self._updates, self.device)
+
+    def load(self, folder: Path) -> None:
+        """Undo `save`, exactly. Raises CheckpointError: also for a state of another stage or number of processes."""
+        self._updates = checkpoint.load(Path(folder), self.engine, self.context, self._facts, self.device)
+
+    def offload(self) -> None:
+        """Move weights, masters and moments to main memory, but for what lives there and a reference sharded by stage 3, which DeepSpeed
+        cannot move. Nothing on a CPU."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """Move them back."""
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        if self.device.type == "cpu":
+            return
+        if self.engine is None or self.stage == 0:
+            self.model.to(device)
+            if self.engine is not None:
+                masters.move(self.engine, device)
+        elif self.context.trainable and not self.config.offloads("param"):
+            if device.type == "cpu":
+                self.engine.offload_states(pin_memory=False)
+            else:
+                self.engine.reload_states()
+
+    def close(self) -> None:
+        """Withdraw what is on offer, take DeepSpeed's hooks off, leave the process group; may be called twice."""
+        if self.engine is not None:
+            self.engine.destroy()
+            self.engine = None
+        super().close()

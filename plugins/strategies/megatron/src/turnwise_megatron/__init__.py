@@ -1,4 +1,4 @@
-"""Hooks of turnwise-megatron: configurations for Megatron, planned and checked; the engine itself does not run in this version."""
+"""Hooks of turnwise-megatron: training with Megatron Core."""
 
 from turnwise import Implementation, hookimpl
 
@@ -13,7 +13,7 @@ def train_strategies() -> list[Implementation]:
             config="turnwise_megatron.config:MegatronConfig",
             requires=("megatron",),
             aliases=("megatron_train", "megatron_infer"),
-            plans_only=True,
-            summary="configurations for Megatron Core; this version plans and checks them, it does not run the engine",
+            summary="Megatron Core: tensor, pipeline, context and sequence parallel training of Qwen2, Qwen3 and Llama",
+            fixtures="turnwise_megatron.fixtures:strategy_fixture",
         )
     ]

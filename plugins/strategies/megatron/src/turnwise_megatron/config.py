@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from attrs import field, frozen, validators
+from attrs import Attribute, field, frozen, validators
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
+def _floats(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)
+
+
+def _two_betas(instance: Any, attribute: Attribute[Any], value: tuple[float, ...]) -> None:
+    if len(value) != 2 or not all(0 <= beta < 1 for beta in value):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {list(value)}")
+
+
 @frozen
 class MegatronConfig:
-    """Megatron Core's arguments by their own names; those without a field here are collected in `engine_args`."""
+    """Megatron Core's arguments by their own names; those without a field here are collected in `engine_args` (fields of its
+    TransformerConfig, OptimizerConfig or DistributedDataParallelConfig). AdamW's `betas` and `eps`; `logits_chunk`: tokens whose logits
+    exist at a time (0: as many as hold 2²⁶ logits)."""
 
     tensor_model_parallel_size: int = field(default=1, validator=validators.ge(1))
     pipeline_model_parallel_size: int = field(default=1, validator=validators.ge(1))
     context_parallel_size: int = field(default=1, validator=validators.ge(1))
     expert_model_parallel_size: int = field(default=1, validator=validators.ge(1))
-    virtual_pipeline_model_parallel_size: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = True
     recompute_granularity: Literal["full", "selective"] | None = None
@@ -26,6 +36,9 @@ class MegatronConfig:
     recompute_num_layers: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     bias_activation_fusion: bool = False
     apply_rope_fusion: bool = False
+    betas: tuple[float, ...] = field(default=(0.9, 0.999), converter=_floats, validator=_two_betas)
+    eps: float = field(default=1e-8, validator=validators.gt(0))
+    logits_chunk: int = field(default=0, validator=validators.ge(0))
     engine_args: Mapping[str, Any] = field(factory=dict)
 
     def data_parallel_size(self, world: int) -> int:

@@ -1,21 +1,280 @@
-"""What stands for Megatron until its engine comes: it refuses, before anything starts."""
+"""The strategy `megatron`: Megatron Core's model, schedules and optimizer, one process of a training role."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
 from turnwise.contracts.train import TrainContext
-from turnwise.errors import ConfigError
+from turnwise.data.rows import Rows, Update
+from turnwise.errors import ConfigError, TrainerError
+from turnwise_megatron import arguments, convert
+from turnwise_megatron.architecture import read_architecture, refusals
 from turnwise_megatron.config import MegatronConfig
+from turnwise_megatron.export import write_model
+from turnwise_megatron.parallel import import_megatron, join
+from turnwise_megatron.shim import cuda_or_cpu
+from turnwise_torch.base import ModelStrategy, device_of
+from turnwise_torch.guard import is_out_of_memory, out_of_memory_told
+from turnwise_torch.microbatch import Layout, MicroBatch, padding
+from turnwise_torch.models import torch_dtype
+from turnwise_torch.objective import kl_estimator
 
-REFUSAL = "strategy megatron cannot run in this version, it plans only. Fix: turnwise plan, or strategy_name: torch"
+if TYPE_CHECKING:
+    from turnwise_megatron.logprobs import Share
+    from turnwise_megatron.optimizer import Optimizer
+    from turnwise_megatron.schedule import Work
+    from turnwise_megatron.state import Parked
 
 
-class MegatronStrategy:
-    """Refuses to be built; `turnwise plan` needs its configuration class alone."""
+class MegatronStrategy(ModelStrategy):
+    """Actor, critic (`head: value`) or reference (`trainable: false`), the part of this process (see turnwise.contracts.train)."""
 
-    def __init__(self, config: MegatronConfig, context: TrainContext) -> None:
-        raise ConfigError(REFUSAL)
+    def __init__(self, config: MegatronConfig | None, context: TrainContext) -> None:
+        self.config = config or MegatronConfig()
+        problems = self.check(self.config, context)
+        if problems:
+            raise ConfigError([line.removeprefix("machine: ") for line in problems])
+        self.architecture = read_architecture(context.model)
+        folder = convert.Folder(context.model)
+        import_megatron()
+        super().__init__(context, device_of(context))
+        with ExitStack() as undo:
+            undo.callback(self.group.close)
+            self.parallel = join(self.config, context.ranks, self.device, context.seed)
+            undo.callback(self.parallel.leave)
+            torch.manual_seed(context.seed)  # for policy losses that draw random numbers; nothing here does
+            with cuda_or_cpu(), out_of_memory_told("loading the model", context.role, train=False):
+                self._build(folder)
+            undo.pop_all()
+        self.logits_chunk = self.config.logits_chunk
+        self._current: tuple[Tensor, Share] | None = None
+        self._parked: Parked | None = None
 
     @staticmethod
     def check(config: MegatronConfig, context: TrainContext) -> list[str]:
-        """One line: this version has no engine for it."""
-        return [REFUSAL]
+        """What can be known before the model is loaded: one line per problem, `machine: …` for what only this machine lacks."""
+        role, problems = context.role, []
+        try:
+            config.data_parallel_size(max(context.ranks.size, len(context.devices)))
+        except ValueError as error:
+            problems.append(f"{role}.device_mapping: {error}. Fix: the number of devices, or the sizes in strategy_config")
+        if context.trainable and context.dtype == "fp16":
+            problems.append(f"{role}.model_args.dtype: fp16 cannot be trained by strategy megatron, which scales no losses. Fix: bf16 or fp32")
+        if context.temperature <= 0:
+            problems.append(f"{role} needs a sampling temperature over 0 (log-probs are of logits / temperature), got {context.temperature}")
+        if context.use_sequence_packing:
+            problems.append(f"{role}.use_sequence_packing: strategy megatron does not pack. Fix: false; token budgets sort samples by length")
+        if context.lora is not None:
+            problems.append(f"{role}.model_args: strategy megatron trains no adapters (LoRA). Fix: strategy_name: torch or deepspeed")
+        if context.frozen:
+            problems.append(f"{role}: strategy megatron cannot freeze {', '.join(context.frozen)}. Fix: strategy_name: torch or deepspeed")
+        if context.trainable and context.objective is None:
+            problems.append(f"{role} is trainable but has no objective")
+        elif context.objective is not None:
+            try:
+                kl_estimator(context.objective.kl_loss_type)
+            except ValueError as error:
+                problems.append(f"kl_loss_type: {error}")
+        known = refusals(context.model, config) if context.model != Path() else []  # before a run the model is not prepared yet
+        return [*problems, *arguments.problems(role, config.engine_args), *known]
+
+    def _build(self, folder: convert.Folder) -> None:
+        from turnwise_megatron import model
+        from turnwise_megatron.optimizer import Optimizer
+
+        context, value = self.context, self.context.head == "value"
+        extra, rest = arguments.split(self.config.engine_args)
+        settings = model.transformer_config(self.architecture, self.config, torch_dtype(context.dtype), extra)
+        layers, last = model.stage_layers(settings), self.parallel.sizes["pipeline"] - 1
+        self._stages = [list(convert.stage_entries(self.architecture, part, n == 0, n == last, value)) for n, part in enumerate(layers)]
+        built = model.build(self.architecture, settings, self.parallel, value)
+        built.vocabulary = self.architecture.vocabulary
+        convert.load(built, self._stages[self.parallel.pipeline], folder, self.architecture, self.parallel)
+        self.model: Any = built.to(self.device)
+        self.model.requires_grad_(context.trainable)
+        self.optimizer: Optimizer | None = None
+        if context.trainable:
+            self.optimizer = Optimizer(self.model, self.config, context.weight_decay, rest)
+        self._sequence_parallel = bool(settings.sequence_parallel)
+
+    @property
+    def data_parallel(self) -> tuple[int, int]:
+        """(rank, size) among the processes that see different rows; those of one tensor, pipeline or context parallel group see the same."""
+        return self.parallel.data
+
+    # ---------------------------------------------------------------- updates
+
+    def _accumulate(self, update: Update, columns: Mapping[str, np.ndarray]) -> tuple[float, dict[str, tuple[float, float]]]:
+        """As in ModelStrategy; a rank without rows computes one micro-batch of coefficient zero, so that gradients meet."""
+        assert self.optimizer is not None
+        context, layout = self.context, Layout(update.rows)
+        wanted = (columns["coef"] != 0) | (columns["weight"] != 0)
+        groups = self._groups(layout, context.per_device_train_batch_size, context.max_tokens_per_microbatch_in_train, wanted)
+        if groups:
+            batches, given = (self._batch(layout, group) for group in groups), columns
+        else:
+            batches = (padding(self.device) for _ in range(1))
+            given = {name: np.zeros((1, *column.shape[1:]), column.dtype) for name, column in columns.items()}
+
+        def work(hidden: Tensor, share: Share, batch: MicroBatch) -> tuple[Tensor, Any]:
+            self._current = hidden, share
+            loss, sums = self._terms(batch, given, update)
+            return loss, (float(loss.detach()), {name: (float(x), float(w)) for name, (x, w) in sums.items()})
+
+        self.optimizer.clear()
+        answers = self._run(batches, max(1, len(groups)), work, train=True)
+        total: dict[str, tuple[float, float]] = {}
+        for _, sums in answers:
+            for name, (x, w) in sums.items():
+                before = total.get(name, (0.0, 0.0))
+                total[name] = (before[0] + x, before[1] + w)
+        return sum(loss for loss, _ in answers), total
+
+    def _log_probs(self, batch: MicroBatch, entropy: bool = False, entropy_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
+        from turnwise_megatron.logprobs import token_log_probs
+
+        assert self._current is not None
+        hidden, share = self._current
+        options = (self.logits_chunk, entropy, entropy_gradient)
+        return token_log_probs(self.model, hidden, share, self.parallel, self.context.temperature, *options)
+
+    def _values(self, batch: MicroBatch) -> Tensor:
+        from turnwise_megatron.logprobs import token_values
+
+        assert self._current is not None
+        return token_values(self.model, *self._current, self.parallel)
+
+    def _clip(self) -> float:
+        assert self.optimizer is not None
+        with cuda_or_cpu():
+            return self.optimizer.clip(self.context.max_grad_norm)
+
+    def _step(self, lr: float) -> None:
+        assert self.optimizer is not None
+        with cuda_or_cpu():
+            self.optimizer.step(lr)
+
+    def _clear(self) -> None:
+        assert self.optimizer is not None
+        self._current = None
+        self.optimizer.clear()
+
+    # ---------------------------------------------------------------- log-probs and values
+
+    def _infer(self, phase: str, rows: Rows, compute: Callable[[MicroBatch], Tensor]) -> np.ndarray:
+        self._check_rows(rows)
+        layout = Layout(rows)
+        out = np.zeros(len(layout.position), np.float32)
+        groups = self._groups(layout, self.context.infer_batch_size, self.context.max_tokens_per_microbatch_in_infer)
+        if not groups:
+            return out
+
+        def work(hidden: Tensor, share: Share, batch: MicroBatch) -> tuple[Tensor, Any]:
+            self._current = hidden, share
+            return hidden, (batch.responses, compute(batch).float().cpu().numpy())
+
+        with out_of_memory_told(phase, self.context.role, train=False), torch.no_grad():
+            for responses, values in self._run((self._batch(layout, group) for group in groups), len(groups), work, train=False):
+                out[responses] = values
+        self._current = None
+        return out
+
+    def _run(self, batches: Iterator[MicroBatch], count: int, work: Work, train: bool) -> list[Any]:
+        from turnwise_megatron.schedule import run
+
+        module, role = self.optimizer.ddp if self.optimizer is not None else self.model, self.context.role
+        try:
+            with cuda_or_cpu():
+                return run(module, self.parallel, batches, count, work, self._sequence_parallel, train)
+        except RuntimeError as error:
+            if not (train and is_out_of_memory(error)):
+                raise
+            raise TrainerError(
+                f"out of memory, in the update of {role}. Fix: lower {role}.training_args.per_device_train_batch_size (raise "
+                f"gradient_accumulation_steps by as much) or {role}.max_tokens_per_microbatch_in_train, or set recompute_granularity: full in "
+                f"{role}.strategy_args.strategy_config, or raise its parallel sizes; sequence_length helps everywhere"
+            ) from error
+
+    def _check_rows(self, rows: Rows) -> None:
+        if rows.images:
+            raise TrainerError(f"{self.context.role} received images, strategy megatron trains text models. Fix: strategy_name: torch or deepspeed")
+        ids, size = rows.input_ids, self.architecture.vocabulary
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            worst = int(ids.max()) if ids.max() >= size else int(ids.min())
+            raise TrainerError(f"{self.context.role} received the token id {worst}, its model has ids 0 to {size - 1}")
+
+    # ---------------------------------------------------------------- weights, checkpoints, memory
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors under their Hugging Face names on rank 0, tied ones under every name; all ranks iterate."""
+        folder = convert.Folder(self.context.model)
+        value_head = {"value_head.weight": (1, self.architecture.hidden), "value_head.bias": (1,)}
+
+        def shape(name: str) -> tuple[int, ...]:
+            return value_head.get(name) or tuple(folder.slice(name).get_shape())
+
+        return convert.gathered(self.model, self._stages, self.architecture, self.parallel, shape)
+
+    def export(self, folder: Path) -> None:
+        """Weights in the compute dtype with config and tokenizer, in Hugging Face layout, written by rank 0. Raises CheckpointError."""
+        weights = self.weights()
+        try:
+            if self.context.ranks.rank == 0:
+                write_model(Path(folder), self.context.model, weights, self.context.dtype, self.architecture.tied)
+        finally:
+            for _ in weights:  # the other ranks gather on: their collectives must meet
+                pass
+
+    def save(self, folder: Path) -> None:
+        """This process's weights, masters, moments and random state, in a folder of its own in `folder`. Raises CheckpointError."""
+        from turnwise_megatron import state
+
+        facts = {**self._facts(), "updates": str(self._updates)}
+        state.save(Path(folder), self.model, self.optimizer, self.parallel, self.config.use_distributed_optimizer, facts)
+
+    def load(self, folder: Path) -> None:
+        """Undo `save`, in place and exactly, under the same parallel layout. Raises CheckpointError."""
+        from turnwise_megatron import state
+
+        facts = state.load(Path(folder), self.model, self.optimizer, self.parallel, self.config.use_distributed_optimizer, self._facts())
+        self._updates = int(facts["updates"])
+
+    def _facts(self) -> dict[str, str]:
+        sizes = {**self.parallel.sizes, "data": self.parallel.data[1]}
+        layout = [f"{name} {size}" for name, size in sizes.items()]
+        if self.optimizer is not None:
+            layout.append("distributed optimizer" if self.config.use_distributed_optimizer else "plain optimizer")
+        context = self.context
+        return {"layout": ", ".join(layout), "head": context.head, "dtype": context.dtype, "trainable": str(context.trainable)}
+
+    def offload(self) -> None:
+        """Move model and optimizer to the CPU's memory and drop the gradients; without a GPU they are there already."""
+        from turnwise_megatron.state import Parked
+
+        if self.device.type != "cuda" or self._parked is not None:
+            return
+        kept = [*self.model.parameters(), *self.model.buffers()]
+        dropped: list[Tensor] = []
+        if self.optimizer is not None:
+            kept += [*self.optimizer.masters, *(x for adam in self.optimizer.adams for held in adam.state.values() for x in held.values())]
+            dropped = [buffer.grad_data for buffer in self.optimizer.ddp.buffers]
+        self._parked = Parked([x for x in kept if isinstance(x, Tensor) and x.is_cuda], dropped)
+        torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """Move them back."""
+        if self._parked is not None:
+            self._parked.back()
+            self._parked = None
+
+    def close(self) -> None:
+        """Withdraw what is on offer and leave the process groups; may be called twice."""
+        self.parallel.leave()
+        super().close()

@@ -1,4 +1,4 @@
-"""Hooks of turnwise-sglang: configurations for SGLang, planned and checked; the engine itself does not run in this version."""
+"""Hooks of turnwise-sglang: inference with an SGLang server, started or attached to."""
 
 from turnwise import Implementation, hookimpl
 
@@ -11,8 +11,8 @@ def inference_backends() -> list[Implementation]:
             "sglang",
             "turnwise_sglang.backend:SglangBackend",
             config="turnwise_sglang.config:SglangConfig",
-            requires=("sglang",),
-            plans_only=True,
-            summary="configurations for SGLang; this version plans and checks them, it does not run the engine",
+            requires=("torch", "httpx2"),
+            fixtures="turnwise_sglang.fixtures:backend_fixture",
+            summary="SGLang's server, started in an interpreter of its own or attached to, over HTTP",
         )
     ]

@@ -1,21 +1,272 @@
-"""What stands for SGLang until its engine comes: it refuses, before anything starts."""
+"""Inference with SGLang over HTTP: requests in token ids, weights in update sessions, and a server that dies is replaced."""
 
 from __future__ import annotations
 
-from turnwise.contracts.inference import InferenceContext
-from turnwise.errors import ConfigError
-from turnwise_sglang.config import SglangConfig
+import asyncio
+import contextlib
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
-REFUSAL = "strategy sglang cannot run in this version, it plans only. Fix: turnwise plan, or strategy_name: hf"
+from turnwise.contracts.chat import Chat
+from turnwise.contracts.inference import InferenceContext, Request
+from turnwise.contracts.train import Offer
+from turnwise.data.trajectory import Generation
+from turnwise.errors import ConfigError, EngineError, listed
+from turnwise_sglang import weights
+from turnwise_sglang.answers import Limits, StopStrings, body, generation, number
+from turnwise_sglang.api import Gone
+from turnwise_sglang.arguments import argument_problems, machine_problem
+from turnwise_sglang.config import SglangConfig
+from turnwise_sglang.link import Link, Links
+
+TRIES = 4
+"""How often one request is sent when the server breaks the connection and lives on."""
 
 
 class SglangBackend:
-    """Refuses to be built; `turnwise plan` needs its configuration class alone."""
+    """`turnwise.contracts.inference.InferenceBackend` with one SGLang server, started at the first call or attached to.
+
+    Equal seeds, weights and ids give equal tokens, beyond rounding, with `enable_deterministic_inference`. Log-probs are SGLang's own, taken
+    after the temperature and before top-k and top-p, so they are ours; None under speculative decoding.
+    """
+
+    input: Literal["ids", "messages"] = "ids"
+    transports: tuple[str, ...] = ("shared_memory", "safetensors")
+    receivers = 1
 
     def __init__(self, config: SglangConfig, context: InferenceContext) -> None:
-        raise ConfigError(REFUSAL)
+        """Starts nothing. Raises ConfigError: no model or chat, devices that are not one server's."""
+        if context.model is None or context.chat is None:
+            raise ConfigError("actor_infer: the sglang backend needs a model. Fix: name a folder, a hub id or a recipe as pretrain")
+        size = config.tp_size * config.pp_size * config.dp_size
+        if config.base_url is None and context.devices and len(context.devices) != size:
+            raise ConfigError(
+                f"actor_infer: one SGLang server of tp_size × pp_size × dp_size = {size} devices was given {len(context.devices)}. "
+                "Fix: dp_size, or a runtime that places several replicas (ray)"
+            )
+        if config.dp_size > 1:
+            self.transports = ("safetensors",)  # SGLang updates from tensors in one copy only
+        self._config, self._context, self._model = config, context, context.model
+        self._chat: Chat = context.chat
+        self._limits = Limits(context.sequence_length, _vocabulary(context.model))
+        self._ours = not config.engine_args.get("speculative_algorithm")
+        self._links = Links(config, context)
+        self._tasks: dict[Request, asyncio.Task[Generation]] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._version: int | None = None
+        self._broken = ""
+        self._asleep = self._closed = False
 
     @staticmethod
     def check(config: SglangConfig, context: InferenceContext) -> list[str]:
-        """One line: this version has no engine for it."""
-        return [REFUSAL]
+        """The interpreter and its SGLang, and `engine_args` by SGLang's own argument class; for an attached server its address."""
+        where = "$.actor_infer.strategy_args.strategy_config"
+        if config.base_url is None:
+            lack = machine_problem(config)
+            return [f"machine: {lack}"] if lack else argument_problems(config, context)
+        problems = []
+        if config.engine_args:
+            problems.append(f"{where}: {listed(config.engine_args)} cannot be given to a server that is attached to (base_url). Fix: remove them")
+        if urlsplit(config.base_url).scheme not in ("http", "https"):
+            problems.append(f"{where}.base_url: {config.base_url!r} is no address. Fix: such as http://127.0.0.1:30000")
+        if config.api_key_env and config.api_key_env not in os.environ:
+            problems.append(f"machine: the environment variable {config.api_key_env} (strategy_config.api_key_env) is not set")
+        return problems
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample one response; sent again, with its seed, to a server that takes the place of a dead one. Raises EngineError."""
+        if self._asleep:
+            raise EngineError("the backend sleeps. Fix: wake it before sampling")
+        told = body(request, self._limits, self._chat.stop_ids)
+        task = asyncio.ensure_future(self._answer(request, told))
+        self._tasks[request] = task
+        try:
+            return await task
+        finally:
+            self._tasks.pop(request, None)
+
+    def live(self, episodes: int) -> None:
+        """SGLang batches what is there at every token; it needs no count."""
+
+    async def receive(self, offer: Offer) -> int:
+        """Serve the offered weights: `shared_memory` (turnwise_torch.stream) or `safetensors` (payload `folder`). Raises EngineError.
+
+        Between two tokens: responses in progress are computed again from their ids with the new weights (`retract`) or sampled anew
+        (`abort`). Returns the version that the server tells.
+        """
+        if offer.transport not in self.transports:
+            raise EngineError(f"the sglang backend cannot receive weights by {offer.transport!r}. Known: {listed(self.transports)}")
+        paused = not self._awake.is_set()
+        if not paused:
+            await self.pause()
+        try:
+            link = await self._links.get()
+            await self._pause(link)
+            self._broken = f"the weight update to version {offer.version} failed half-way"
+            link = await self._update(link, offer)
+            await link.api.call("/flush_cache")
+            version = number((await link.api.get("/model_info"))["weight_version"])
+            self._version, self._broken = version, ""
+        except Gone as error:
+            raise EngineError(f"SGLang died in the weight update to version {offer.version}: {error}") from error
+        finally:
+            if not paused and not self._closed:
+                await self.resume()
+        return version
+
+    async def pause(self) -> None:
+        """Stop sampling; requests are kept, by the server (`retract`) or here (`abort`, and those that come meanwhile)."""
+        self._awake.clear()
+        if (link := self._links.current) is not None and not link.lost:
+            await self._pause(link)
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        if (link := self._links.current) is not None and not link.lost:
+            with contextlib.suppress(Gone):  # its requests will find out, and replace it
+                await link.api.post("/continue_generation", {"torch_empty_cache": False})
+        self._awake.set()
+
+    async def abort(self, request: Request) -> None:
+        """Cancel the request's `generate`, here and in the server. A request that is not here is ignored."""
+        if task := self._tasks.get(request):
+            task.cancel()
+
+    async def sleep(self) -> None:
+        """Give the device memory back, with `enable_memory_saver`. Raises EngineError on a device without it."""
+        if not self._config.enable_memory_saver and self._context.devices:
+            raise EngineError("SGLang keeps its memory while it sleeps. Fix: strategy_config: {enable_memory_saver: true}, or devices of its own")
+        self._asleep = True
+        if self._config.enable_memory_saver and (link := self._links.current) is not None:
+            await link.api.call("/flush_cache")
+            await link.api.call("/release_memory_occupation", {})
+
+    async def wake(self) -> None:
+        """Undo `sleep`."""
+        if self._asleep and self._config.enable_memory_saver and (link := self._links.current) is not None:
+            await link.api.call("/resume_memory_occupation", {})
+        self._asleep = False
+
+    async def close(self) -> None:
+        """Stop a server of ours, leave one that was attached to; requests that wait fail with EngineError. May be called twice."""
+        self._closed = True
+        self._awake.set()
+        await asyncio.gather(*self._aborts, return_exceptions=True)
+        await self._links.close()
+
+    async def _answer(self, request: Request, told: dict[str, Any]) -> Generation:
+        broken = 0
+        while broken < TRIES + self._config.restarts:
+            await self._awake.wait()
+            link = await self._serving()
+            if not self._awake.is_set():  # paused while a server was started
+                continue
+            rid = uuid.uuid4().hex  # a new one each time: the server may remember the old one
+            try:
+                answer, length = await self._sampled(link, {**told, "rid": rid}, request)
+            except Gone as error:
+                broken += 1
+                await self._links.lost(link, error)
+                continue
+            except asyncio.CancelledError:
+                self._abort_later(link, rid)
+                raise
+            if answer["meta_info"]["finish_reason"]["type"] == "abort" and length is None:
+                self._sampled_anew(answer)
+                continue
+            return generation(answer, request, self._chat, self._ours, length)
+        raise EngineError("SGLang broke off the same request again and again. Fix: see its log")
+
+    async def _serving(self) -> Link:
+        """The server, with weights that may be sampled from."""
+        if self._closed:
+            raise EngineError("the backend was closed")
+        if self._broken:
+            raise EngineError(f"{self._broken}, so nothing may be sampled from it. Fix: send the weights again")
+        if self._config.load_format == "dummy" and self._version is None:
+            raise EngineError("load_format: dummy holds random weights until the trainer's arrive. Fix: load_format: auto to play without a trainer")
+        return await self._links.get()
+
+    async def _sampled(self, link: Link, told: dict[str, Any], request: Request) -> tuple[dict[str, Any], int | None]:
+        """The server's last answer, and how many of its ids a stop string leaves (None: it did not end the response)."""
+        timeout = self._config.request_timeout
+        if not told["stream"]:
+            return await link.api.post("/generate", told, timeout), None
+        stops, length, answer = StopStrings(request, self._chat), None, None
+        async for answer in link.api.stream("/generate", told, timeout):
+            if length is None and (length := stops.length(answer["output_ids"])) is not None:
+                # The stream is read to its end: only the last answer tells which weights sampled each token.
+                await link.api.call("/abort_request", {"rid": told["rid"]})
+        if answer is None or not answer["meta_info"]["finish_reason"]:
+            raise Gone("the stream ended early")
+        return answer, length
+
+    def _sampled_anew(self, answer: dict[str, Any]) -> None:
+        """An answer that the server gave up: by our pause it is asked for again; for any other reason it is an error."""
+        reason = answer["meta_info"]["finish_reason"]
+        if self._closed:
+            raise EngineError("the backend was closed")
+        if self._config.pause_mode != "abort" or reason.get("status_code"):
+            raise EngineError(f"SGLang aborted a request: {reason.get('message') or 'no reason given'}")
+
+    def _abort_later(self, link: Link, rid: str) -> None:
+        async def tell() -> None:
+            with contextlib.suppress(Gone, EngineError):  # a server that is gone samples nothing
+                await link.api.call("/abort_request", {"rid": rid})
+
+        if not self._closed:
+            task = asyncio.ensure_future(tell())
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    async def _pause(self, link: Link) -> None:
+        with contextlib.suppress(Gone):  # what is dead samples nothing
+            await link.api.post("/pause_generation", {"mode": self._config.pause_mode})
+
+    async def _update(self, link: Link, offer: Offer) -> Link:
+        """Bring the weights to the server and, where one may have to be replaced, into the copy that it would start from."""
+        kept, timeout = self._links.kept, self._context.weight_sync_timeout
+        if kept is not None:
+            kept.begin()
+        if offer.transport == "safetensors":
+            folder = Path(offer.payload["folder"])
+            names = weights.Names(weights.shapes(self._model))
+            for name, shape in weights.shapes(folder).items():
+                names.check(name, shape)
+            names.complete()
+            if kept is not None:
+                kept.add_folder(folder)
+                kept.commit(offer.version)
+            try:
+                await weights.from_folder(link.api, folder, offer.version, timeout)
+            except Gone as error:
+                return await self._replaced(link, error)
+            return link
+        names, dtype = weights.Names(weights.shapes(self._model)), weights.DTYPES[self._context.dtype]
+        alive = await weights.from_stream(link.api, offer, names, dtype, link.ranks, kept, timeout)
+        if kept is not None:
+            kept.commit(offer.version)
+        return link if alive else await self._replaced(link, Gone("in a weight update"))
+
+    async def _replaced(self, link: Link, cause: Gone) -> Link:
+        """The server that took the place of `link`, with the weights that were kept last, paused."""
+        await self._links.lost(link, cause)
+        if self._links.kept is None or not link.lost:
+            raise cause
+        fresh = await self._links.get()
+        await self._pause(fresh)
+        return fresh
+
+
+def _vocabulary(folder: Path) -> int:
+    try:
+        facts = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return int(facts.get("vocab_size") or facts["text_config"]["vocab_size"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{folder} is no language model's folder (config.json without vocab_size). Fix: name another pretrain") from error

@@ -1,9 +1,9 @@
-"""The options of SGLang under its own names (strategy_config), and their arithmetic for `plan`."""
+"""The options of SGLang under its own names (strategy_config), what is ours beside them, and their arithmetic for `plan`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
@@ -12,14 +12,44 @@ DEFAULT_FRACTION = 0.85
 """SGLang chooses mem_fraction_static by the device where it is not given; this is near what it chooses."""
 RUNTIME_BYTES = 2_000_000_000
 """What the engine holds beside weights and cache: CUDA context, graphs, workspaces (an estimate)."""
+IN_PLACE = (
+    "pause_mode: 'in_place' goes on with the cache of the old weights after an update: the tokens match neither policy. "
+    "Fix: pause_mode: retract (or abort)"
+)
+
+
+def _positive(default: float) -> Any:
+    return field(default=default, validator=validators.gt(0))
+
+
+def _no_stale_cache(instance: Any, attribute: Any, value: str) -> None:
+    if value == "in_place":
+        raise ValueError(IN_PLACE)
 
 
 @frozen
 class SglangConfig:
-    """SGLang's server arguments by their own names; those without a field here are collected in `engine_args`."""
+    """SGLang's server arguments by their own names; those without a field here are collected in `engine_args`.
 
+    Ours: `python` (the interpreter that has SGLang; None: this one), `base_url` (a server to attach to instead of starting one) with
+    `api_key_env` (the environment variable that holds its key), `start_timeout`, `stop_timeout`, `request_timeout` (one response) and
+    `control_timeout` (any other call) in seconds, `restarts` (how often a dead server is started again with the weights it had; 0: never,
+    and no copy of the weights is kept), `pause_mode` (what happens to responses in progress at a weight update).
+    """
+
+    python: str | None = None
+    base_url: str | None = None
+    api_key_env: str | None = None
+    start_timeout: float = _positive(600.0)
+    stop_timeout: float = _positive(20.0)
+    request_timeout: float = _positive(3600.0)
+    control_timeout: float = _positive(120.0)
+    restarts: int = field(default=2, validator=validators.ge(0))
+    pause_mode: Literal["retract", "abort", "in_place"] = field(default="retract", validator=_no_stale_cache)
+    device: str | None = None
     tp_size: int = field(default=1, validator=validators.ge(1))
     pp_size: int = field(default=1, validator=validators.ge(1))
+    dp_size: int = field(default=1, validator=validators.ge(1))
     mem_fraction_static: float | None = field(default=None, validator=validators.optional([validators.gt(0), validators.lt(1)]))
     load_format: str = "auto"
     context_length: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
@@ -27,12 +57,15 @@ class SglangConfig:
     max_running_requests: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     disable_radix_cache: bool = False
     disable_cuda_graph: bool = False
+    enable_deterministic_inference: bool = True
+    enable_memory_saver: bool = False
     engine_args: Mapping[str, Any] = field(factory=dict)
 
     def data_parallel_size(self, world: int) -> int:
-        """How many engines `world` devices hold. Raises ValueError where they cannot be divided so."""
-        if world % (self.tp_size * self.pp_size):
-            raise ValueError(f"{world} devices are not divisible by tp_size {self.tp_size} × pp_size {self.pp_size}")
+        """How many copies of the model `world` devices hold. Raises ValueError where they cannot be divided so."""
+        if world % (self.tp_size * self.pp_size * self.dp_size):
+            by_dp = f" × dp_size {self.dp_size}" if self.dp_size > 1 else ""
+            raise ValueError(f"{world} devices are not divisible by tp_size {self.tp_size} × pp_size {self.pp_size}{by_dp}")
         return world // (self.tp_size * self.pp_size)
 
     def memory(self, facts: Mapping[str, Any]) -> dict[str, int]:

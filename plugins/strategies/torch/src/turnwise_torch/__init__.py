@@ -1,4 +1,4 @@
-"""Hooks of turnwise-torch: single-process training with PyTorch, and what torch strategies share."""
+"""Hooks of turnwise-torch: training with PyTorch on one device or, by FSDP2, on several; and what torch strategies share."""
 
 from turnwise import Implementation, hookimpl
 
@@ -13,7 +13,7 @@ def train_strategies() -> list[Implementation]:
             config="turnwise_torch.config:TorchConfig",
             requires=("torch", "transformers"),
             aliases=("hf_train", "hf_infer"),
-            summary="one process, one device: AdamW with fp32 master weights on a transformers model",
+            summary="AdamW with fp32 master weights on a transformers model: one device, or several by FSDP2; LoRA",
             fixtures="turnwise_torch.fixtures:strategy_fixture",
         )
     ]

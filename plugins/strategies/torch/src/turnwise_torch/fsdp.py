@@ -102,7 +102,8 @@ class ShardedModel:
             raise TrainerError(f"{type(self.model).__name__} has no decoder layers to shard. Fix: one device for {context.role}")
         for layer in layers:
             fully_shard(layer, **options, reshard_after_forward=self.config.reshard_after_forward)
-        root = fully_shard(Root(self.model), **options)
+        root = Root(self.model)
+        fully_shard(root, **options)
         self.units = [module for module in root.modules() if isinstance(module, FSDPModule)]
         return root
 
@@ -167,7 +168,7 @@ def _values(loaded: nn.Module, context: TrainContext) -> dict[str, Tensor]:
 def _empty_parameters() -> Iterator[None]:
     """Parameters that modules register meanwhile have a shape and no values; torch's device context would empty the buffers as well."""
 
-    def empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    def empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         return None if parameter is None or parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
     hook = register_module_parameter_registration_hook(empty)

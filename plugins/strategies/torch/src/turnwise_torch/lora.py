@@ -103,7 +103,8 @@ def adapter_tensors(model: nn.Module, gather: Gather) -> dict[str, Tensor]:
 
 def write_adapter(folder: Path, model: nn.Module, base: Path, tensors: dict[str, Tensor]) -> None:
     """Write adapters as PEFT does, for `PeftModel.from_pretrained`. Raises OSError."""
-    config = _backbone(model).peft_config[ADAPTER]  # type: ignore[union-attr,index]
+    backbone: Any = _backbone(model)
+    config = backbone.peft_config[ADAPTER]
     config.base_model_name_or_path = str(base)
     config.save_pretrained(str(folder))
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})

@@ -79,16 +79,15 @@ def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
     is causal within each sample, or, under flash attention, positions that begin again, from which transformers tells the samples apart.
     """
     backbone, ids, packing = backbone_of(model), batch.input_ids, batch.packing
-    if batch.pixels is not None:
-        assert batch.image_mask is not None
-        embeddings, places, _ = embedded(backbone, ids, batch.pixels, batch.image_mask)
+    pixels, mask = batch.pixels, batch.image_mask
+    if batch.beside is not None:  # in the order in which other ranks run the tower: sharded parameters are gathered by all at once
+        pixels, mask = batch.beside, torch.zeros_like(ids, dtype=torch.bool)
+    if pixels is not None:
+        assert mask is not None
+        embeddings, places, _ = embedded(backbone, ids, pixels, mask)
         return backbone(inputs_embeds=embeddings, position_ids=places, use_cache=False).last_hidden_state
     if packing is None:
-        hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
-        if batch.beside is None:
-            return hidden
-        unseen = backbone.get_image_features(batch.beside.values, batch.beside.grid).pooler_output  # type: ignore[operator]
-        return hidden + 0 * sum(part.sum() for part in unseen)
+        return backbone(input_ids=ids, use_cache=False).last_hidden_state
     mask = None if varlen(attention_of(model)) else packed_mask(packing, attention_of(model), next(model.parameters()).dtype)
     return backbone(input_ids=ids, attention_mask=mask, position_ids=packing.position_ids, use_cache=False).last_hidden_state
 

@@ -1,4 +1,4 @@
-"""Hooks of turnwise-vllm: configurations for vLLM, planned and checked; the engine itself does not run in this version."""
+"""Hooks of turnwise-vllm: inference with vLLM's asynchronous engine."""
 
 from turnwise import Implementation, hookimpl
 
@@ -12,7 +12,7 @@ def inference_backends() -> list[Implementation]:
             "turnwise_vllm.backend:VllmBackend",
             config="turnwise_vllm.config:VllmConfig",
             requires=("vllm",),
-            plans_only=True,
-            summary="configurations for vLLM; this version plans and checks them, it does not run the engine",
+            fixtures="turnwise_vllm.fixtures:backend_fixture",
+            summary="vLLM's asynchronous engine: in this process, a server started for the run, or one that is there",
         )
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
@@ -14,33 +14,51 @@ RUNTIME_BYTES = 1_500_000_000
 
 @frozen
 class VllmConfig:
-    """vLLM's engine arguments by their own names; those without a field here are collected in `engine_args`."""
+    """Where the engine runs (`mode`, `base_url`, the time limits), then vLLM's engine arguments by their own names; those without a field
+    here are collected in `engine_args`.
 
+    `mode`: `in_process` (an AsyncLLM of this process), `server` (a server started for the run), `attach` (the server at `base_url`).
+    `logprobs_mode`: which log-probs vLLM computes; the README says for which requests they are the trainer's. `enforce_eager` None: yes
+    on a CPU, no on GPUs.
+    """
+
+    mode: Literal["in_process", "server", "attach"] = "in_process"
+    base_url: str | None = None
+    start_timeout: float = field(default=600.0, validator=validators.gt(0))
+    request_timeout: float = field(default=1800.0, validator=validators.gt(0))
     tensor_parallel_size: int = field(default=1, validator=validators.ge(1))
     pipeline_parallel_size: int = field(default=1, validator=validators.ge(1))
     gpu_memory_utilization: float = field(default=0.9, validator=[validators.gt(0), validators.le(1)])
+    kv_cache_memory_bytes: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     block_size: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     load_format: str = "auto"
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     enable_prefix_caching: bool | None = None
+    enable_sleep_mode: bool = False
     max_model_len: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
+    max_num_seqs: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     max_num_batched_tokens: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
-    enforce_eager: bool = False
+    enforce_eager: bool | None = None
     limit_mm_per_prompt: Mapping[str, Any] = field(factory=dict)
     engine_args: Mapping[str, Any] = field(factory=dict)
 
+    @property
+    def devices_per_engine(self) -> int:
+        """Devices (or processes, on a CPU) that hold one copy of the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     def data_parallel_size(self, world: int) -> int:
         """How many engines `world` devices hold. Raises ValueError where they cannot be divided so."""
-        parts = self.tensor_parallel_size * self.pipeline_parallel_size
-        if world % parts:
+        if world % self.devices_per_engine:
             sizes = f"tensor_parallel_size {self.tensor_parallel_size} × pipeline_parallel_size {self.pipeline_parallel_size}"
             raise ValueError(f"{world} devices are not divisible by {sizes}")
-        return world // parts
+        return world // self.devices_per_engine
 
     def memory(self, facts: Mapping[str, Any]) -> dict[str, int]:
         """Bytes on one device while sampling: `weights`, `kv_cache` and what the engine needs itself (`activations`).
 
         `facts`: `parameters` (a count), `dtype`, `device_bytes` (memory of one device). The cache gets what gpu_memory_utilization leaves.
         """
-        weights = int(facts["parameters"]) * BYTES[facts["dtype"]] // (self.tensor_parallel_size * self.pipeline_parallel_size)
+        weights = int(facts["parameters"]) * BYTES[facts["dtype"]] // self.devices_per_engine
         cache = int(self.gpu_memory_utilization * facts["device_bytes"]) - weights - RUNTIME_BYTES
         return {"weights": weights, "kv_cache": max(0, cache), "activations": RUNTIME_BYTES}

@@ -1,0 +1,76 @@
+"""The state of a role on disk: DeepSpeed's checkpoint, and beside it each process's random state with what it belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from turnwise.contracts.train import TrainContext
+from turnwise.errors import CheckpointError
+from turnwise_torch.models import first_line
+from turnwise_torch.state import read_state, write_state
+
+TAG = "deepspeed"
+_BROKEN = (OSError, RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, AssertionError, pickle.UnpicklingError)
+
+
+def facts(model: nn.Module, context: TrainContext, stage: int) -> dict[str, str]:
+    """What a state belongs to. `model` still has its whole parameters."""
+    shapes = "\n".join(f"{name} {list(p.shape)} {p.requires_grad}" for name, p in model.named_parameters())
+    return {
+        "processes": str(context.ranks.size),
+        "zero_stage": str(stage),
+        "head": context.head,
+        "dtype": context.dtype,
+        "trainable": str(context.trainable),
+        "parameters": hashlib.blake2b(shapes.encode(), digest_size=8).hexdigest(),
+    }
+
+
+def save(folder: Path, engine: Any, context: TrainContext, expected: dict[str, str], updates: int, device: torch.device) -> None:
+    """Write this process's part to `folder`; all processes of the role do. A reference has its weights from the model's folder, and saves
+    its random state alone."""
+    if context.trainable:
+        try:
+            engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=_partly(engine))
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"cannot write the training state to {folder}: {first_line(error)}") from error
+    rng = {"rng/cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        rng["rng/cuda"] = torch.cuda.get_rng_state(device)
+    write_state(folder / _part(context.ranks.rank), rng, {**expected, "updates": str(updates)})
+
+
+def load(folder: Path, engine: Any, context: TrainContext, expected: dict[str, str], device: torch.device) -> int:
+    """Undo `save`; the number of updates. Raises CheckpointError."""
+    first = read_state(folder / _part(0), {name: value for name, value in expected.items() if name != "parameters"})[1]
+    if first.get("parameters") != expected["parameters"]:
+        raise CheckpointError(f"the training state in {folder} belongs to another model than {context.model}. Fix: the pretrain of that run")
+    tensors, found = read_state(folder / _part(context.ranks.rank), expected)
+    if context.trainable:
+        try:
+            path, _ = engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=not _partly(engine))
+        except _BROKEN as error:
+            raise CheckpointError(
+                f"the training state in {folder} is cut short or damaged: {first_line(error)}. Fix: resume from an older checkpoint"
+            ) from error
+        if path is None:
+            raise CheckpointError(f"there is no training state in {folder}. Fix: resume from a checkpoint that this strategy saved")
+    torch.set_rng_state(tensors["rng/cpu"])
+    if "rng/cuda" in tensors and device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["rng/cuda"], device)
+    return int(found["updates"])
+
+
+def _part(rank: int) -> str:
+    return f"process-{rank}"
+
+
+def _partly(engine: Any) -> bool:
+    """Whether some parameters are not trained: they come from the model's folder and are not saved."""
+    return not all(parameter.requires_grad for parameter in engine.module.parameters())

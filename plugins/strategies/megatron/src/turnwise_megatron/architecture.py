@@ -1,0 +1,109 @@
+"""Which Hugging Face models become Megatron models: the dense Qwen2, Qwen3 and Llama. Others are refused by name, before anything loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from turnwise.errors import CheckpointError
+from turnwise_megatron.config import MegatronConfig
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+ROPES = ("default", "linear", "llama3")
+"""Rotary embeddings whose frequencies are constant, so that transformers' own can be handed to Megatron."""
+
+
+@frozen
+class Architecture:
+    """The facts of a model that its Megatron form needs; `config` is transformers' own."""
+
+    config: Any
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    epsilon: float
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Qwen2 alone has biases, on query, key and value."""
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Qwen3 normalises each head's queries and keys."""
+        return self.family == "qwen3"
+
+    def padded_vocabulary(self, tensor_parallel: int) -> int:
+        """The vocabulary rounded up so that it divides among the tensor parallel ranks."""
+        return -(-self.vocabulary // tensor_parallel) * tensor_parallel
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """The architecture of a model folder. Raises CheckpointError: no model folder."""
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} is not a model folder (it has no config.json). Fix: name a folder in Hugging Face layout as pretrain")
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return Architecture(
+        config=config,
+        family=config.model_type,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        groups=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        intermediate=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        tied=bool(config.tie_word_embeddings),
+        epsilon=config.rms_norm_eps,
+    )
+
+
+def refusals(folder: Path, config: MegatronConfig) -> list[str]:
+    """One line for each thing that keeps the model in `folder` from this strategy; a folder that is not there says nothing."""
+    try:
+        facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    family = facts.get("model_type")
+    if family not in FAMILIES:
+        return [f"strategy megatron has no conversion for {family!r} ({folder}). It has: {', '.join(FAMILIES)}. Fix: strategy_name: torch"]
+    architecture = read_architecture(folder)
+    return [f"{line} ({folder})" for line in (*_unknown_parts(architecture), *_indivisible(architecture, config))]
+
+
+def _unknown_parts(architecture: Architecture) -> Iterator[str]:
+    config, family = architecture.config, architecture.family
+    for name, known in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"), ("use_sliding_window", False)):
+        if getattr(config, name, known) not in (known, None):
+            yield f"strategy megatron has no conversion for {family} with {name}: {getattr(config, name)}. Fix: strategy_name: torch or deepspeed"
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if others:
+        yield f"strategy megatron has no conversion for {family} with layers of {', '.join(sorted(others))}. Fix: strategy_name: torch"
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") not in ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield f"strategy megatron has no conversion for {family} with rope_parameters: {rope}. It has: {', '.join(ROPES)}. Fix: strategy_name: torch"
+
+
+def _indivisible(architecture: Architecture, config: MegatronConfig) -> Iterator[str]:
+    tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    parts = {"num_key_value_heads": architecture.groups, "num_attention_heads": architecture.heads, "intermediate_size": architecture.intermediate}
+    for name, value in parts.items():
+        if value % tensor:
+            yield f"tensor_model_parallel_size: {tensor} does not divide {name} {value} of the model"
+    uneven = {"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"} & set(config.engine_args)
+    if architecture.layers % pipeline and not uneven:
+        yield f"pipeline_model_parallel_size: {pipeline} does not divide the {architecture.layers} layers of the model"
+    if config.expert_model_parallel_size > 1:
+        yield f"expert_model_parallel_size: {config.expert_model_parallel_size}, and {architecture.family} has no experts. Fix: 1"

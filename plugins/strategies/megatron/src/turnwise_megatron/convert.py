@@ -1,0 +1,200 @@
+"""Weights between Hugging Face folders and this rank's part of a Megatron model: read slice by slice, gathered tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from turnwise.errors import CheckpointError
+from turnwise_megatron.architecture import Architecture
+from turnwise_megatron.parallel import Parallel
+from turnwise_torch.models import VALUE_HEAD_FILE, first_line
+
+Kind = Literal["whole", "rows", "columns", "vocabulary", "gate", "qkv"]
+VALUE_HEAD = ("value_head.weight", "value_head.bias")
+
+
+@frozen
+class Entry:
+    """One Megatron parameter of a stage: `name` in that stage's model, how tensor parallelism cuts it, and the HF tensors that it is made of."""
+
+    name: str
+    kind: Kind
+    sources: tuple[str, ...]
+
+
+def stage_entries(architecture: Architecture, layers: range, first: bool, last: bool, value: bool) -> Iterator[Entry]:
+    """The parameters of a pipeline stage with the model's `layers`, in Hugging Face's order."""
+    if first:
+        yield Entry("embedding.word_embeddings.weight", "vocabulary", ("model.embed_tokens.weight",))
+    for here, layer in enumerate(layers):
+        ours, theirs = f"decoder.layers.{here}.", f"model.layers.{layer}."
+        attention = f"{theirs}self_attn."
+        for part in ("weight", "bias") if architecture.qkv_bias else ("weight",):
+            yield Entry(f"{ours}self_attention.linear_qkv.{part}", "qkv", tuple(f"{attention}{x}_proj.{part}" for x in "qkv"))
+        yield Entry(f"{ours}self_attention.linear_proj.weight", "columns", (f"{attention}o_proj.weight",))
+        if architecture.qk_norm:
+            for x in "qk":
+                yield Entry(f"{ours}self_attention.{x}_layernorm.weight", "whole", (f"{attention}{x}_norm.weight",))
+        yield Entry(f"{ours}mlp.linear_fc1.weight", "gate", (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight"))
+        yield Entry(f"{ours}mlp.linear_fc2.weight", "columns", (f"{theirs}mlp.down_proj.weight",))
+        yield Entry(f"{ours}input_layernorm.weight", "whole", (f"{theirs}input_layernorm.weight",))
+        yield Entry(f"{ours}pre_mlp_layernorm.weight", "whole", (f"{theirs}post_attention_layernorm.weight",))
+    if last:
+        yield Entry("decoder.final_layernorm.weight", "whole", ("model.norm.weight",))
+        if value:
+            yield from (Entry(name, "whole", (name,)) for name in VALUE_HEAD)
+        else:
+            yield Entry("output_layer.weight", "vocabulary", ("model.embed_tokens.weight" if architecture.tied else "lm_head.weight",))
+
+
+class Folder:
+    """The safetensors files of a model folder: whole tensors' shapes and any slice of them. Raises CheckpointError."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        try:
+            index = folder / "model.safetensors.index.json"
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+            if (folder / VALUE_HEAD_FILE).is_file():
+                names.add(VALUE_HEAD_FILE)
+            for name in sorted(names):
+                opened = safe_open(folder / name, "pt")
+                prefix = "value_head." if name == VALUE_HEAD_FILE else ""
+                self._files |= {prefix + key: (opened, key) for key in opened.keys()}  # noqa: SIM118 (a handle, not a mapping)
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise CheckpointError(f"cannot read the weights in {folder}: {first_line(error)}. Fix: fetch or export the folder again") from error
+
+    def __contains__(self, name: str) -> bool:
+        return self._found(name) is not None
+
+    def slice(self, name: str) -> Any:
+        """A tensor to take slices of; `.get_shape()` is its whole shape."""
+        found = self._found(name)
+        if found is None:
+            raise CheckpointError(f"the model in {self.folder} lacks the weight {name!r}. Fix: fetch or export the folder again")
+        opened, key = found
+        return opened.get_slice(key)
+
+    def _found(self, name: str) -> tuple[Any, str] | None:
+        return self._files.get(name) or self._files.get(name.removeprefix("model."))  # a backbone's names have no prefix
+
+
+def load(model: nn.Module, entries: Sequence[Entry], folder: Folder, architecture: Architecture, parallel: Parallel) -> None:
+    """Copy this rank's part of every entry into `model`, cast to its dtype. A critic without a saved value head starts from zeros."""
+    parameters = dict(model.named_parameters())
+    tied_here = "output_layer.weight" not in parameters
+    with torch.no_grad():
+        for entry in entries:
+            if entry.name == "output_layer.weight" and tied_here:
+                continue  # the first stage's embedding serves
+            parameter = parameters.pop(entry.name)
+            if entry.sources[0] in VALUE_HEAD and entry.sources[0] not in folder:
+                parameter.zero_()
+                continue
+            slices = [folder.slice(name) for name in entry.sources]
+            part = _cut(entry.kind, slices, architecture, parallel.tensor, parallel.sizes["tensor"])
+            if part.shape != parameter.shape:
+                raise CheckpointError(
+                    f"the weight {entry.sources[0]!r} in {folder.folder} does not have the shape that its config.json tells. Fix: export it again"
+                )
+            parameter.copy_(part)
+    assert not parameters, sorted(parameters)
+
+
+def _cut(kind: Kind, slices: Sequence[Any], architecture: Architecture, rank: int, size: int) -> Tensor:
+    if kind == "whole":
+        return slices[0][:]
+    if kind == "columns":
+        width = slices[0].get_shape()[1] // size
+        return slices[0][:, rank * width : (rank + 1) * width]
+    if kind == "vocabulary":
+        rows, hidden = slices[0].get_shape()
+        height = architecture.padded_vocabulary(size) // size
+        part = slices[0][min(rank * height, rows) : min((rank + 1) * height, rows)]
+        return torch.cat([part, part.new_zeros(height - len(part), hidden)])
+    parts = []
+    for whole in slices:
+        height = whole.get_shape()[0] // size
+        parts.append(whole[rank * height : (rank + 1) * height])
+    if kind == "qkv":  # Megatron keeps the queries of a group beside its key and its value
+        groups = architecture.groups // size
+        parts = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+        return torch.cat(parts, 1).flatten(0, 1)
+    return torch.cat(parts)
+
+
+def _join(kind: Kind, parts: Sequence[Tensor], architecture: Architecture) -> list[Tensor]:
+    if kind == "whole":
+        return [parts[0]]
+    if kind == "columns":
+        return [torch.cat(list(parts), 1)]
+    if kind == "vocabulary":
+        return [torch.cat(list(parts))[: architecture.vocabulary]]
+    if kind == "gate":
+        return [torch.cat([part.chunk(2)[which] for part in parts]) for which in (0, 1)]
+    size, each = architecture.head_dim, architecture.heads // architecture.groups
+    groups = architecture.groups // len(parts)
+    cuts = [part.reshape(groups, (each + 2) * size, *part.shape[1:]).split([each * size, size, size], 1) for part in parts]
+    return [torch.cat([cut[which].flatten(0, 1) for cut in cuts]) for which in (0, 1, 2)]
+
+
+def gathered(
+    model: nn.Module,
+    stages: Sequence[Sequence[Entry]],
+    architecture: Architecture,
+    parallel: Parallel,
+    shape: Callable[[str], Sequence[int]],
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors under their Hugging Face names on rank 0, one parameter at a time; tied ones under every name.
+
+    The pipeline and the tensor parallel ranks of rank 0 take part and are to iterate as well; they and all others get nothing.
+    `shape` tells the whole shape of a Hugging Face tensor, which another stage sends.
+    """
+    if parallel.replica:
+        return
+    parameters = dict(model.named_parameters())
+    like = next(iter(parameters.values()))
+    embedding: Tensor | None = None
+    for stage, entries in enumerate(stages):
+        for entry in entries:
+            if entry.name == "output_layer.weight" and architecture.tied:
+                if parallel.rank == 0 and embedding is not None:
+                    yield "lm_head.weight", embedding
+                continue
+            whole = _whole(parameters[entry.name].detach(), entry, architecture, parallel) if stage == parallel.pipeline else []
+            if parallel.tensor:
+                continue
+            if stage and stage == parallel.pipeline:
+                for tensor in whole:
+                    dist.send(tensor.contiguous(), parallel.pipeline_ranks[0], group=parallel.pipeline_group)
+            if parallel.rank:
+                continue
+            if stage:
+                for name in entry.sources:
+                    whole.append(torch.empty(tuple(shape(name)), dtype=like.dtype, device=like.device))
+                    dist.recv(whole[-1], parallel.pipeline_ranks[stage], group=parallel.pipeline_group)
+            if architecture.tied and entry.kind == "vocabulary":
+                embedding = whole[0]
+            yield from zip(entry.sources, whole)
+
+
+def _whole(parameter: Tensor, entry: Entry, architecture: Architecture, parallel: Parallel) -> list[Tensor]:
+    """The HF tensors of a parameter on the first tensor parallel rank; on the others nothing."""
+    size = parallel.sizes["tensor"]
+    if size == 1:
+        return _join(entry.kind, [parameter], architecture)
+    if entry.kind == "whole":
+        return [parameter] if parallel.tensor == 0 else []
+    parts = [torch.empty_like(parameter) for _ in range(size)] if parallel.tensor == 0 else None
+    dist.gather(parameter.contiguous(), parts, group=parallel.tensor_group, group_dst=0)
+    return _join(entry.kind, parts, architecture) if parts else []

@@ -1,0 +1,121 @@
+"""Megatron's process groups: made once for a process, shared by the strategies in it that want the same layout."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from attrs import field, frozen
+
+from turnwise.contracts.train import Ranks
+from turnwise.errors import ConfigError
+from turnwise_megatron.config import MegatronConfig
+from turnwise_megatron.shim import cuda_or_cpu
+from turnwise_torch.ranks import MEETING_SECONDS
+
+_users: list[Parallel] = []
+
+
+@frozen(eq=False)
+class Parallel:
+    """The place of this process: ranks and groups of Megatron's parallel forms. `data` counts those that see different rows."""
+
+    sizes: Mapping[str, int]
+    rank: int
+    tensor: int
+    pipeline: int
+    context: int
+    data: tuple[int, int]
+    replica: int
+    """Among the processes that hold the same weights (data and context parallel)."""
+    owner: int
+    """The global rank of the first of them."""
+    tensor_group: dist.ProcessGroup
+    pipeline_group: dist.ProcessGroup
+    context_group: dist.ProcessGroup
+    pipeline_ranks: tuple[int, ...]
+    """Global ranks of this pipeline, first stage first."""
+    _own_default: bool = field(default=False)
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.pipeline == self.sizes["pipeline"] - 1
+
+    def leave(self) -> None:
+        """Give the groups back; after the last strategy they are destroyed. May be called twice."""
+        if self not in _users:
+            return
+        _users.remove(self)
+        if not _users:
+            from megatron.core import parallel_state
+
+            parallel_state.destroy_model_parallel()
+            if self._own_default:
+                dist.destroy_process_group()
+
+
+def import_megatron() -> None:
+    """Import Megatron without its warnings: of packages that this strategy does not use (Apex, Transformer Engine), and of its own calls."""
+    warnings.filterwarnings("ignore", module=r"megatron\.core\.")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("distributed", "models.gpt.gpt_layer_specs", "optimizer", "pipeline_parallel", "tensor_parallel"):
+            importlib.import_module(f"megatron.core.{name}")
+
+
+def join(config: MegatronConfig, ranks: Ranks, device: torch.device, seed: int) -> Parallel:
+    """The groups of `config` over torch's default group, which is made here for one process. Raises ConfigError for a second layout."""
+    sizes = {
+        "tensor": config.tensor_model_parallel_size,
+        "pipeline": config.pipeline_model_parallel_size,
+        "context": config.context_parallel_size,
+    }
+    if _users and dict(_users[0].sizes) != sizes:
+        raise ConfigError(
+            f"one process has one Megatron layout, and {dict(_users[0].sizes)} came before {sizes}. "
+            "Fix: equal parallel sizes for the roles of a process"
+        )
+    import_megatron()
+    from megatron.core import parallel_state, tensor_parallel
+
+    own = _users[0]._own_default if _users else False
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        own = True
+    if dist.get_world_size() != ranks.size:
+        raise ConfigError(f"this process is one of {dist.get_world_size()} in torch's default group, the role has {ranks.size}. Fix: runtime: ray")
+    if not _users:
+        with cuda_or_cpu():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=sizes["tensor"],
+                pipeline_model_parallel_size=sizes["pipeline"],
+                context_parallel_size=sizes["context"],
+                distributed_timeout_minutes=max(1, int(MEETING_SECONDS) // 60),
+                create_gloo_process_groups=False,
+            )
+            tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    made = Parallel(
+        sizes=sizes,
+        rank=dist.get_rank(),
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+        context=parallel_state.get_context_parallel_rank(),
+        data=(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()),
+        replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        owner=parallel_state.get_data_parallel_src_rank(with_context_parallel=True),
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        context_group=parallel_state.get_context_parallel_group(),
+        pipeline_ranks=tuple(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())),
+        own_default=own,
+    )
+    _users.append(made)
+    return made

@@ -1,0 +1,131 @@
+"""Checkpoints, a folder for each process in one folder, exact for one parallel layout; and memory that is given back and taken again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, UntypedStorage, nn
+
+from turnwise.errors import CheckpointError
+from turnwise_megatron.optimizer import Optimizer
+from turnwise_megatron.parallel import Parallel
+from turnwise_torch.state import STATE_FILE, read_state, write_state
+
+
+def part(folder: Path, rank: int) -> Path:
+    """Where a process writes."""
+    return Path(folder) / f"rank-{rank:05d}"
+
+
+def save(folder: Path, model: nn.Module, optimizer: Optimizer | None, parallel: Parallel, distributed: bool, facts: Mapping[str, str]) -> None:
+    """Weights and optimizer state that no other process writes, and the random state. Raises CheckpointError."""
+    tensors = {f"rng/{name}": state for name, state in _random_states(model).items()}
+    if not parallel.replica:
+        tensors |= {f"model/{name}": parameter for name, parameter in model.named_parameters()}
+    if optimizer is not None and (distributed or not parallel.replica):
+        tensors |= _optimizer_state(model, optimizer)
+    write_state(part(folder, parallel.rank), tensors, facts)
+
+
+def load(
+    folder: Path, model: nn.Module, optimizer: Optimizer | None, parallel: Parallel, distributed: bool, facts: Mapping[str, str]
+) -> dict[str, str]:
+    """Undo `save`, in place, and return the facts of the folder. Raises CheckpointError: missing, damaged, of another layout or model."""
+    _check_layout(folder, facts)
+    own, told = read_state(part(folder, parallel.rank), facts)
+    owners = own if not parallel.replica else read_state(part(folder, parallel.owner), facts)[0]
+    weights = {name.removeprefix("model/"): tensor for name, tensor in owners.items() if name.startswith("model/")}
+    parameters = dict(model.named_parameters())
+    if {name: tensor.shape for name, tensor in weights.items()} != {name: parameter.shape for name, parameter in parameters.items()}:
+        raise CheckpointError(f"the training state in {folder} belongs to another model. Fix: the pretrain of that run")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+        if optimizer is not None:
+            _restore_optimizer(optimizer, own if distributed else owners)
+    torch.set_rng_state(own["rng/cpu"])
+    if "rng/cuda" in own and torch.cuda.is_available():
+        torch.cuda.set_rng_state(own["rng/cuda"])
+    return told
+
+
+def _check_layout(folder: Path, facts: Mapping[str, str]) -> None:
+    file = part(folder, 0) / STATE_FILE
+    if not file.is_file():
+        raise CheckpointError(
+            f"there is no training state of strategy megatron in {folder} (no {file.relative_to(folder)}). Fix: a checkpoint that it saved"
+        )
+    try:
+        with safe_open(file, "pt") as opened:
+            found = dict(opened.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the training state {file} is cut short or damaged. Fix: resume from an older checkpoint") from error
+    if found.get("layout") != facts["layout"]:
+        raise CheckpointError(
+            f"the training state in {folder} is of the layout {found.get('layout')}, this run has {facts['layout']}. "
+            "Fix: the parallel sizes of that run, or start from its exported weights"
+        )
+
+
+def _random_states(model: nn.Module) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if next(model.parameters()).is_cuda:
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Moments of every master, and the masters that are not the model's own memory."""
+    shared = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    out = {}
+    for number, master in enumerate(optimizer.masters):
+        if master.untyped_storage().data_ptr() not in shared:
+            out[f"master/{number}"] = master
+    for adam in optimizer.adams:
+        for number, master in enumerate(optimizer.masters):
+            out |= {f"state/{number}/{key}": value for key, value in adam.state.get(master, {}).items() if isinstance(value, Tensor)}
+        out |= {f"group/{number}/step": torch.tensor(group["step"]) for number, group in enumerate(adam.param_groups) if "step" in group}
+    return out
+
+
+def _restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    for number, master in enumerate(optimizer.masters):
+        if f"master/{number}" in tensors:
+            master.copy_(tensors[f"master/{number}"])
+    for adam in optimizer.adams:
+        adam.state.clear()
+        for number, master in enumerate(optimizer.masters):
+            prefix = f"state/{number}/"
+            held = {name.removeprefix(prefix): tensor.clone() for name, tensor in tensors.items() if name.startswith(prefix)}
+            if held:
+                adam.state[master] = {key: value if key == "step" else value.to(master.device) for key, value in held.items()}
+        for number, group in enumerate(adam.param_groups):
+            if "step" in group or f"group/{number}/step" in tensors:  # Apex and Transformer Engine count a group's steps
+                group["step"] = int(tensors[f"group/{number}/step"]) if f"group/{number}/step" in tensors else 0
+
+
+class Parked:
+    """Device memory of tensors moved to the CPU's, storage by storage, so that views of one another stay views."""
+
+    def __init__(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
+        """`dropped`: tensors that come back as zeros (gradients)."""
+        self._held: list[tuple[UntypedStorage, UntypedStorage | None, int]] = []
+        gone = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in dropped}
+        here = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept}
+        for place, storage in {**here, **gone}.items():
+            if storage.nbytes():
+                self._held.append((storage, None if place in gone else storage.clone().cpu(), storage.nbytes()))
+                storage.resize_(0)
+
+    def back(self) -> None:
+        """Undo it."""
+        for storage, copy, size in self._held:
+            storage.resize_(size)
+            if copy is not None:
+                storage.copy_(copy)
+            else:
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+        self._held = []

@@ -1,0 +1,111 @@
+"""One rank of a group that a test starts: does what a job says, case after case, and writes what came of it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from turnwise.contracts.train import Ranks, TrainContext
+from turnwise.data.dealing import deal
+from turnwise.data.rows import Rows, Update, UpdateResult
+from turnwise.errors import TurnwiseError
+from turnwise_megatron.config import MegatronConfig
+from turnwise_megatron.strategy import MegatronStrategy
+from turnwise_torch.objective import build_loss
+from turnwise_torch.stream import receive
+
+
+def share(rows: Rows, strategy: MegatronStrategy) -> Rows:
+    rank, size = strategy.data_parallel
+    return rows.select(deal(rows, size)[rank])
+
+
+def updated(strategy: MegatronStrategy, updates: list[Update]) -> list[UpdateResult]:
+    return [strategy.update(evolve(update, rows=share(update.rows, strategy))) for update in updates]
+
+
+def weights(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in strategy.weights()}
+
+
+def sent(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
+    """The weights as a backend receives them."""
+    got: dict[str, torch.Tensor] = {}
+    offer = strategy.offer("shared_memory", 3)
+
+    def read() -> None:
+        for bucket in receive(offer.payload, 30):
+            got.update({name: tensor.clone() for name, tensor in bucket})
+
+    reader = threading.Thread(target=read)
+    if strategy.context.ranks.rank == 0:
+        reader.start()
+    strategy.send(offer)
+    if strategy.context.ranks.rank == 0:
+        reader.join(30)
+    return got
+
+
+def run(case: dict[str, Any], rank: int, size: int, folder: Path) -> dict[str, Any]:
+    config = MegatronConfig(**case.get("config", {}))
+    contexts: list[TrainContext] = [evolve(case["context"], ranks=Ranks(rank, size, rank, f"127.0.0.1:{port}")) for port in case["ports"]]
+    context = contexts[0]
+    strategy = MegatronStrategy(config, context)
+    told: dict[str, Any] = {"data_parallel": strategy.data_parallel, "weights": weights(strategy)}
+    given = case["updates"]
+    if "rows" in case:
+        ask = strategy.values if context.head == "value" else strategy.logprobs
+        told["before"] = ask(share(case["rows"], strategy))
+    told["results"] = updated(strategy, given[:3])
+    told["objectives"] = {}
+    for name, objective in case.get("objectives", {}).items():  # one group for all of them: its port may be another's by now
+        strategy.context, strategy.loss = evolve(strategy.context, objective=objective), build_loss(objective)
+        told["objectives"][name] = updated(strategy, case["silent"])[0]
+    if case.get("resume"):
+        strategy.save(folder / "state")
+    told["results"] += updated(strategy, given[3:])
+    told["after"] = weights(strategy)
+    if case.get("sent"):
+        told["sent"] = sent(strategy)
+    if case.get("exported"):
+        strategy.export(folder / "export")
+    strategy.close()
+    if case.get("resume"):
+        again = MegatronStrategy(config, contexts[1])
+        updated(again, given[:1])
+        again.load(folder / "state")
+        told["resumed"] = updated(again, given[3:])
+        told["resumed_weights"] = weights(again)
+        again.close()
+        other = MegatronStrategy(MegatronConfig(**case["other"]), contexts[2])
+        try:
+            other.load(folder / "state")
+        except TurnwiseError as error:
+            told["refused"] = str(error)
+        other.close()
+    return told
+
+
+def main() -> None:
+    folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    cases = pickle.loads((folder / "cases.pkl").read_bytes())
+    told = {}
+    for name, case in cases.items():
+        (folder / name).mkdir(exist_ok=True)
+        told[name] = run(case, rank, size, folder / name)
+    (folder / f"told-{rank}.pkl").write_bytes(pickle.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Two and four gloo ranks of the real Megatron: five updates against plain torch under each parallel form, resume, streams, exports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from turnwise.contracts.train import LossChoice, Objective
+from turnwise.data.dealing import deal, gather, merge_results
+from turnwise.plugins import registry
+from turnwise_torch.config import TorchConfig
+from turnwise_torch.strategy import TorchStrategy
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+ADAM = {"betas": (0.9, 0.95), "eps": 1e-6}
+TENSOR = {"tensor_model_parallel_size": 2}
+SEQUENCE = {**TENSOR, "sequence_parallel": True, "use_distributed_optimizer": False, "recompute_granularity": "full"}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+TWO: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "tensor": ("llama", False, TENSOR),
+    "sequence": ("qwen3", False, SEQUENCE),
+    "pipeline": ("qwen2", True, PIPELINE),
+    "data": ("qwen2", True, {}),
+    "context": ("qwen3", True, {"context_parallel_size": 2}),
+}
+FOUR: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "tensor-pipeline": ("qwen2", True, {**TENSOR, **PIPELINE}),
+    "sequence-pipeline": ("qwen3", False, {**SEQUENCE, **PIPELINE}),
+    "sequence-context": ("llama", True, {**SEQUENCE, "context_parallel_size": 2}),
+    "context-pipeline": ("qwen2", True, {**PIPELINE, "context_parallel_size": 2}),
+    "data-tensor": ("qwen2", True, {**TENSOR, "recompute_granularity": "selective"}),
+    "data-pipeline": ("llama", False, {**PIPELINE, "use_distributed_optimizer": False}),
+    "data-context": ("qwen3", True, {"context_parallel_size": 2, "engine_args": {"overlap_grad_reduce": True}}),
+}
+
+
+def trained(lab: Any, folder: Path, size: int, forms: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What the ranks and what plain torch make of each form."""
+    models = {name: lab.make_model(folder / f"model-{name}", family, tied) for name, (family, tied, _) in forms.items()}
+    updates, rows = lab.five_updates(), lab.make_rows(11, 6)
+    cases = {
+        name: {"context": lab.context_of(models[name]), "updates": updates, "rows": rows, "config": {**ADAM, **config}, **more.get(name, {})}
+        for name, (_, _, config) in forms.items()
+    }
+    told = lab.start_ranks(folder, size, cases)
+    plain = {name: lab.plain_training(model, updates) for name, model in models.items()}
+    return {"folder": folder, "told": told, "plain": plain, "models": models, "rows": rows}
+
+
+@pytest.fixture(scope="module")
+def two(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    more = {
+        "tensor": {"resume": True, "other": PIPELINE},
+        "data": {"resume": True, "other": {"use_distributed_optimizer": False}},
+        "sequence": {"sent": True},
+        "pipeline": {"sent": True, "exported": True},
+    }
+    return trained(lab, tmp_path_factory.mktemp("two"), 2, TWO, **more)
+
+
+@pytest.fixture(scope="module")
+def four(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return trained(lab, tmp_path_factory.mktemp("four"), 4, FOUR, **{"tensor-pipeline": {"sent": True, "exported": True}})
+
+
+def by_data_rank(run: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """What the first process of each data parallel rank told."""
+    told = [each[name] for each in run["told"]]
+    size = told[0]["data_parallel"][1]
+    return [next(each for each in told if each["data_parallel"] == (rank, size)) for rank in range(size)]
+
+
+def check_training(run: dict[str, Any], name: str) -> None:
+    plain, ranks = run["plain"][name], by_data_rank(run, name)
+    results = [merge_results(parts) for parts in zip(*(each["results"] for each in ranks))]
+    np.testing.assert_allclose([result.loss for result in results], plain["losses"], atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose([result.grad_norm for result in results], plain["norms"], rtol=1e-5)
+    assert all(norm > 0.5 for norm in plain["norms"][:3]), "clipping must show"
+    after = run["told"][0][name]["after"]
+    assert after.keys() == plain["after"].keys()
+    for key, expected in plain["after"].items():
+        np.testing.assert_allclose(after[key], expected, atol=1e-4, rtol=0, err_msg=key)
+        if "embed" not in key and "lm_head" not in key:
+            assert (expected - plain["before"][key]).abs().max() > 1e-3, f"{key} did not move, so the comparison says nothing"
+    for told in run["told"]:  # every process of a data parallel rank gets the whole answer
+        mine = ranks[told[name]["data_parallel"][0]]
+        assert [r.loss for r in told[name]["results"]] == [r.loss for r in mine["results"]]
+        assert [dict(r.sums) for r in told[name]["results"]] == [dict(r.sums) for r in mine["results"]]
+
+
+def check_log_probs(lab: Any, run: dict[str, Any], name: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(run["models"][name], dtype=torch.float32)
+    with torch.no_grad():
+        expected = lab.plain_log_probs(model, run["rows"])[0].numpy()
+    ranks = by_data_rank(run, name)
+    got = gather(run["rows"], deal(run["rows"], len(ranks)), [each["before"] for each in ranks])
+    np.testing.assert_allclose(got, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_five_updates_of_two_ranks_are_those_of_plain_torch(two: dict[str, Any], name: str) -> None:
+    check_training(two, name)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_log_probs_of_two_ranks_are_those_of_transformers(lab: Any, two: dict[str, Any], name: str) -> None:
+    check_log_probs(lab, two, name)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_a_folder_comes_back_bit_by_bit_on_the_first_rank_alone(two: dict[str, Any], name: str) -> None:
+    first, *others = (told[name]["weights"] for told in two["told"])
+    expected = two["plain"][name]["before"]
+    assert first.keys() == expected.keys()
+    assert all(torch.equal(first[key], expected[key]) for key in expected)
+    assert not any(others)
+
+
+@pytest.mark.parametrize("name", ["tensor", "data"])
+def test_resuming_is_exact_and_another_layout_is_refused_in_one_line(two: dict[str, Any], name: str) -> None:
+    for told in (each[name] for each in two["told"]):
+        for again, before in zip(told["resumed"], told["results"][3:]):
+            assert (again.loss, again.grad_norm, dict(again.sums)) == (before.loss, before.grad_norm, dict(before.sums))
+        assert all(torch.equal(told["resumed_weights"][key], tensor) for key, tensor in told["after"].items())
+        assert "is of the layout" in told["refused"]
+        assert "Fix: the parallel sizes of that run" in told["refused"]
+        assert "\n" not in told["refused"]
+
+
+@pytest.mark.parametrize("name", ["sequence", "pipeline"])
+def test_a_backend_receives_the_whole_model_in_buckets(two: dict[str, Any], name: str) -> None:
+    told = two["told"][0][name]
+    assert told["sent"].keys() == two["plain"][name]["after"].keys()
+    assert all(torch.equal(told["sent"][key], tensor) for key, tensor in told["after"].items())
+
+
+def test_an_export_is_a_folder_that_transformers_loads(two: dict[str, Any]) -> None:
+    folder = two["folder"] / "pipeline" / "export"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    after = two["told"][0]["pipeline"]["after"]
+    assert all(torch.equal(tensor, after[name]) for name, tensor in model.state_dict().items())
+    assert (folder / "tokenizer.json").is_file()
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")  # tied: the embedding serves
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", FOUR)
+def test_five_updates_of_four_ranks_are_those_of_plain_torch(lab: Any, four: dict[str, Any], name: str) -> None:
+    check_training(four, name)
+    check_log_probs(lab, four, name)
+
+
+@pytest.mark.matrix
+def test_an_export_of_four_ranks_is_the_model(four: dict[str, Any]) -> None:
+    told = four["told"][0]["tensor-pipeline"]
+    model = AutoModelForCausalLM.from_pretrained(four["folder"] / "tensor-pipeline" / "export", dtype=torch.float32)
+    assert all(torch.equal(tensor, told["after"][name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(told["sent"][name], tensor) for name, tensor in told["after"].items())
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("config", [{**SEQUENCE}, {"context_parallel_size": 2}, PIPELINE], ids=["sequence", "context", "pipeline"])
+def test_every_loss_has_the_same_objective_on_two_ranks(lab: Any, qwen2: Path, tmp_path: Path, config: dict[str, Any]) -> None:
+    names = [entry.name for entry in registry().entries("policy_loss") if entry.distribution == "turnwise-losses"]
+    update = evolve(lab.five_updates()[0], lr=0.0)
+    objectives = {f"{name}-{ratio}": Objective(LossChoice(name), ratio_type=ratio) for name in names for ratio in ("token", "segment")}
+    case = {"context": lab.context_of(qwen2), "updates": [], "silent": [update], "objectives": objectives, "config": config}
+    told = lab.start_ranks(tmp_path, 2, {"losses": case})
+    for name, objective in objectives.items():
+        expected = TorchStrategy(TorchConfig(), lab.context_of(qwen2, objective=objective)).update(update)
+        got = told[1]["losses"]["objectives"][name]
+        np.testing.assert_allclose([got.loss, got.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-4, atol=1e-6, err_msg=name)
+        for key, pair in expected.sums.items():
+            np.testing.assert_allclose(got.sums[key], pair, rtol=1e-4, atol=1e-5, err_msg=f"{name} {key}")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("config", [{**SEQUENCE}, {"context_parallel_size": 2}, PIPELINE], ids=["sequence", "context", "pipeline"])
+def test_a_critic_on_two_ranks_is_that_of_strategy_torch(lab: Any, qwen2: Path, tmp_path: Path, config: dict[str, Any]) -> None:
+    context = lab.context_of(qwen2, role="critic", head="value", objective=Objective(LossChoice("vanilla"), value_clip=0.2))
+    updates = lab.five_updates()
+    case = {"context": context, "updates": updates, "config": {**ADAM, **config}, "rows": lab.make_rows(11, 6), "exported": True}
+    told = lab.start_ranks(tmp_path, 2, {"critic": case})
+    critic = TorchStrategy(TorchConfig(**ADAM), context)
+    results = [critic.update(update) for update in updates]
+    np.testing.assert_array_equal(told[0]["critic"]["before"], 0)
+    for got, expected in zip(told[1]["critic"]["results"], results):
+        np.testing.assert_allclose([got.loss, got.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-4, atol=1e-6)
+    exported = TorchStrategy(TorchConfig(), lab.context_of(tmp_path / "critic" / "export", role="critic", head="value"))
+    np.testing.assert_allclose(exported.values(case["rows"]), critic.values(case["rows"]), atol=1e-4)

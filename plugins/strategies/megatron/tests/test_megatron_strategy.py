@@ -1,0 +1,293 @@
+"""One process of the real Megatron: parity with strategy torch, refusals in one line, checkpoints, the shim."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+from transformers import AutoModelForCausalLM
+
+from turnwise.contracts.train import Lora, LossChoice, Objective, Ranks
+from turnwise.data.rows import Rows, Update
+from turnwise.errors import CheckpointError, ConfigError, TrainerError
+from turnwise.plugins import registry
+from turnwise_megatron.config import MegatronConfig
+from turnwise_megatron.strategy import MegatronStrategy
+from turnwise_torch.config import TorchConfig
+from turnwise_torch.strategy import TorchStrategy
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.filterwarnings(r"ignore::Warning:megatron\.core"),
+    pytest.mark.filterwarnings(r"ignore:`torch\.distributed\.\w+` is deprecated:FutureWarning"),
+]
+
+
+@pytest.fixture
+def build(lab: Any, qwen2: Path) -> Iterator[Any]:
+    """Build the strategy on the tiny Qwen2; keywords go to the context, `config` is the strategy's. All are closed in the end."""
+    made = []
+
+    def make(config: MegatronConfig | None = None, model: Path = qwen2, **changes: Any) -> MegatronStrategy:
+        made.append(MegatronStrategy(config, lab.context_of(model, **changes)))
+        return made[-1]
+
+    yield make
+    for strategy in made:
+        strategy.close()
+
+
+def weights(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in strategy.weights()}
+
+
+def test_the_conformance_kit_passes(tmp_path: Path) -> None:
+    code = "import sys; from turnwise.testing.kit import run_conformance; sys.exit(run_conformance('megatron', 'train_strategy', strict=True))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_five_updates_of_one_process_are_those_of_plain_torch(lab: Any, qwen2: Path, build: Any, distributed: bool) -> None:
+    updates = lab.five_updates()
+    plain = lab.plain_training(qwen2, updates)
+    strategy = build(MegatronConfig(betas=(0.9, 0.95), eps=1e-6, use_distributed_optimizer=distributed, logits_chunk=3))
+    results = [strategy.update(update) for update in updates]
+    np.testing.assert_allclose([result.loss for result in results], plain["losses"], atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose([result.grad_norm for result in results], plain["norms"], rtol=1e-5)
+    after = weights(strategy)
+    for name, expected in plain["after"].items():
+        np.testing.assert_allclose(after[name], expected, atol=1e-4, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("ratio_type", ["token", "segment"])
+def test_every_loss_has_the_objective_that_strategy_torch_has(lab: Any, qwen2: Path, build: Any, ratio_type: str) -> None:
+    update = lab.five_updates()[0]
+    names = [entry.name for entry in registry().entries("policy_loss") if entry.distribution == "turnwise-losses"]
+    assert len(names) > 8
+    for name in names:
+        objective = Objective(LossChoice(name), ratio_type=ratio_type)  # type: ignore[arg-type]
+        expected = TorchStrategy(TorchConfig(), lab.context_of(qwen2, objective=objective)).update(evolve(update, kl_coef=0.1))
+        got = build(objective=objective).update(evolve(update, kl_coef=0.1))
+        np.testing.assert_allclose([got.loss, got.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-4, atol=1e-6, err_msg=name)
+        assert got.sums.keys() == expected.sums.keys()
+        for key, pair in expected.sums.items():
+            np.testing.assert_allclose(got.sums[key], pair, rtol=1e-4, atol=1e-5, err_msg=f"{name} {key}")
+
+
+def coefficients(mode: str, rows: Rows) -> np.ndarray:
+    """Coefficients of the aggregation modes (ALGORITHMS: the denominators of token-mean, seq-mean-token-mean, -sum and -sum-norm)."""
+    owner, weight = rows.columns["sample"], rows.columns["weight"]
+    tokens = np.bincount(owner)[owner]
+    samples = len(np.unique(owner))
+    return {
+        "token-mean": weight / weight.sum(),
+        "seq-mean-token-mean": weight / tokens / samples,
+        "seq-mean-token-sum": weight / samples,
+        "seq-mean-token-sum-norm": weight / samples / 20,
+    }[mode]
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+def test_every_aggregation_is_in_the_coefficients_alone(lab: Any, qwen2: Path, build: Any, mode: str) -> None:
+    update = lab.five_updates()[0]
+    rows = evolve(update.rows, columns={**update.rows.columns, "coef": coefficients(mode, update.rows)})
+    expected = TorchStrategy(TorchConfig(), lab.context_of(qwen2)).update(evolve(update, rows=rows))
+    got = build(max_tokens_per_microbatch_in_train=40).update(evolve(update, rows=rows))
+    np.testing.assert_allclose([got.loss, got.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen3", True), ("llama", False)])
+def test_log_probs_are_those_of_transformers_and_weights_come_back_bit_by_bit(lab: Any, tmp_path: Path, build: Any, family: str, tied: bool) -> None:
+    folder, rows = lab.make_model(tmp_path / "model", family, tied), lab.make_rows(3, 7)
+    strategy = build(model=folder, trainable=False, role="reference", objective=None)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        np.testing.assert_allclose(strategy.logprobs(rows), lab.plain_log_probs(model, rows)[0], atol=1e-5, rtol=0)
+    got = weights(strategy)
+    assert got.keys() == model.state_dict().keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in model.state_dict().items())
+    with pytest.raises(TrainerError, match="reference is not trainable"):
+        strategy.update(Update(rows, 1e-3))
+
+
+def test_a_critic_is_that_of_strategy_torch(lab: Any, qwen2: Path, tmp_path: Path, build: Any) -> None:
+    options = {"role": "critic", "head": "value", "objective": Objective(LossChoice("vanilla"), value_clip=0.2)}
+    ours, theirs = build(**options), TorchStrategy(TorchConfig(), lab.context_of(qwen2, **options))
+    assert ours.transports == ()
+    for update in lab.five_updates():
+        got, expected = ours.update(update), theirs.update(update)
+        np.testing.assert_allclose([got.loss, got.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-4, atol=1e-6)
+        assert got.sums.keys() == expected.sums.keys()
+    rows = lab.make_rows(11, 6)
+    np.testing.assert_allclose(ours.values(rows), theirs.values(rows), atol=1e-4)
+    ours.export(tmp_path / "critic")
+    theirs.export(tmp_path / "torch")
+    for folder in (tmp_path / "critic", tmp_path / "torch"):  # either strategy's export is the other's model
+        np.testing.assert_allclose(build(model=folder, **options).values(rows), ours.values(rows), atol=1e-4)
+    with pytest.raises(TrainerError, match="gives no log-probs"):
+        ours.logprobs(rows)
+
+
+def test_bf16_keeps_fp32_masters_and_nearly_the_gradient_of_fp32(lab: Any, build: Any, tmp_path: Path) -> None:
+    update = lab.five_updates()[0]
+    half, full = build(dtype="bf16"), build()
+    assert half.update(update).grad_norm == pytest.approx(full.update(update).grad_norm, rel=0.05)
+    for _ in range(4):
+        half.update(evolve(update, lr=1e-6))
+    assert all(master.dtype == torch.float32 for master in half.optimizer.masters)
+    half.save(tmp_path)
+    before = weights(half)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in before.values())
+    expected = half.update(update)
+    half.load(tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in half.weights())
+    again = half.update(update)
+    assert (again.loss, again.grad_norm) == (expected.loss, expected.grad_norm)
+    half.export(tmp_path / "export")
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_an_update_without_signal_makes_no_step(lab: Any, build: Any) -> None:
+    strategy, update = build(), lab.five_updates()[0]
+    strategy.update(update)
+    before = weights(strategy)
+    silent = evolve(update, rows=evolve(update.rows, columns={**update.rows.columns, "coef": np.zeros(len(update.rows.columns["coef"]))}))
+    assert strategy.update(silent).grad_norm == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in strategy.weights())
+
+
+def test_a_loss_that_is_not_finite_is_told_and_nothing_moves(lab: Any, build: Any) -> None:
+    strategy, update = build(), lab.five_updates()[0]
+    before = weights(strategy)
+    broken = {**update.rows.columns, "advantages": np.full(len(update.rows.columns["coef"]), np.nan)}
+    with pytest.raises(TrainerError, match=r"update 1 of actor_train has loss nan .* no step was made"):
+        strategy.update(evolve(update, rows=evolve(update.rows, columns=broken)))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in strategy.weights())
+    strategy.update(update)
+    assert all(tensor.isfinite().all() for _, tensor in strategy.weights())
+
+
+def test_running_out_of_memory_names_phase_role_and_keys(lab: Any, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, update = build(), lab.five_updates()[0]
+
+    def exhausted(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(strategy.model.decoder, "forward", exhausted)
+    with pytest.raises(TrainerError, match=r"out of memory, in the update of actor_train\. Fix: .* recompute_granularity: full"):
+        strategy.update(update)
+    with pytest.raises(TrainerError, match=r"out of memory, in log-probs of actor_train\. Fix: lower actor_train\.infer_batch_size"):
+        strategy.logprobs(update.rows)
+
+
+def test_another_architecture_is_refused_by_name_before_anything_loads(lab: Any, tmp_path: Path, qwen2: Path) -> None:
+    facts = json.loads((qwen2 / "config.json").read_text())
+    for change, text in [
+        ({"model_type": "qwen2_5_vl"}, "no conversion for 'qwen2_5_vl'"),
+        ({"model_type": "gemma3"}, "no conversion for 'gemma3'"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0, "layer_types": None}, "use_sliding_window: True"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_parameters"),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps({**facts, **change}))
+        with pytest.raises(ConfigError, match=text) as caught:
+            MegatronStrategy(MegatronConfig(), lab.context_of(tmp_path))
+        assert all("\n" not in line and "Fix:" in line for line in caught.value.problems)
+
+
+def test_images_and_foreign_ids_are_refused(build: Any) -> None:
+    strategy = build(trainable=False, objective=None)
+    picture = Rows(np.array([1, 2], np.int32), np.array([0, 2]), np.array([False, True]), images=((np.zeros((1, 1, 3), np.uint8),),))
+    with pytest.raises(TrainerError, match="received images"):
+        strategy.logprobs(picture)
+    with pytest.raises(TrainerError, match="received the token id 51, its model has ids 0 to 50"):
+        strategy.logprobs(Rows(np.array([1, 51], np.int32), np.array([0, 2]), np.array([False, True])))
+    assert strategy.logprobs(Rows(np.zeros(0, np.int32), np.zeros(1, np.int64), np.zeros(0, bool))).shape == (0,)
+
+
+def test_arguments_of_the_engine_are_compared_with_megatrons_own(lab: Any, qwen2: Path) -> None:
+    def lines(**given: Any) -> list[str]:
+        return MegatronStrategy.check(MegatronConfig(engine_args=given), lab.context_of(qwen2))
+
+    assert lines(attention_softmax_in_fp32=True, attention_softmax_in_fp23=1)[0].endswith(
+        "Megatron has no such argument. Did you mean 'attention_softmax_in_fp32'? Fix: a field of TransformerConfig or OptimizerConfig"
+    )
+    assert lines(distribute_saved_activations=False, overlap_grad_reduce=True, log_num_zeros_in_grad=False) == []
+    (line,) = lines(weight_decay=0.1)
+    assert line == "actor_train.strategy_args.strategy_config.weight_decay is decided by training_args. Fix: remove it"
+    (line,) = lines(virtual_pipeline_model_parallel_size=2)
+    assert "does not support it" in line
+
+
+def test_arguments_of_the_engine_reach_it_and_its_refusals_are_one_line(build: Any) -> None:
+    strategy = build(MegatronConfig(engine_args={"softmax_scale": 0.5, "log_num_zeros_in_grad": True}))
+    assert strategy.model.config.softmax_scale == 0.5
+    assert strategy.optimizer.megatron.config.log_num_zeros_in_grad
+    with pytest.raises(ConfigError, match="Megatron refuses the configuration: ") as caught:
+        build(MegatronConfig(recompute_granularity="selective", recompute_method="uniform", engine_args={"recompute_modules": ["nothing"]}))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_this_strategy_does_not_do_is_refused_in_one_line_each(lab: Any, qwen2: Path) -> None:
+    context = lab.context_of(
+        qwen2, dtype="fp16", use_sequence_packing=True, lora=Lora(8, 16), frozen=("model.embed_tokens",), ranks=Ranks(0, 3), temperature=0.0
+    )
+    lines = MegatronStrategy.check(MegatronConfig(tensor_model_parallel_size=2), context)
+    for text in ("3 devices are not divisible", "fp16", "does not pack", "LoRA", "cannot freeze model.embed_tokens", "temperature"):
+        assert len([line for line in lines if text in line]) == 1, text
+    (line,) = MegatronStrategy.check(MegatronConfig(pipeline_model_parallel_size=3), lab.context_of(qwen2, ranks=Ranks(0, 3)))
+    assert "does not divide the 2 layers" in line
+    (line,) = MegatronStrategy.check(MegatronConfig(expert_model_parallel_size=2), lab.context_of(qwen2, ranks=Ranks(0, 2)))
+    assert "qwen2 has no experts" in line
+
+
+def test_a_state_of_another_run_or_a_damaged_one_is_refused(build: Any, tmp_path: Path) -> None:
+    strategy = build()
+    with pytest.raises(CheckpointError, match="no training state of strategy megatron"):
+        strategy.load(tmp_path)
+    strategy.save(tmp_path)
+    with pytest.raises(CheckpointError, match="is of the layout tensor 1, pipeline 1, context 1, data 1, distributed optimizer, this run has"):
+        build(MegatronConfig(use_distributed_optimizer=False)).load(tmp_path)
+    with pytest.raises(CheckpointError, match="was saved with dtype 'fp32'"):
+        build(dtype="bf16").load(tmp_path)
+    file = tmp_path / "rank-00000" / "state.safetensors"
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(CheckpointError, match="cut short or damaged"):
+        strategy.load(tmp_path)
+
+
+def test_memory_that_is_given_back_comes_back_with_views_intact() -> None:
+    from turnwise_megatron.state import Parked
+
+    whole, gradient = torch.arange(12.0), torch.ones(3)
+    part = whole[4:8]
+    parked = Parked([whole, part], [gradient])
+    assert whole.untyped_storage().nbytes() == gradient.untyped_storage().nbytes() == 0
+    parked.back()
+    part += 100
+    assert whole.tolist() == [0, 1, 2, 3, 104, 105, 106, 107, 8, 9, 10, 11]
+    assert gradient.tolist() == [0, 0, 0]
+
+
+def test_the_shim_acts_inside_alone_and_never_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    from turnwise_megatron import shim
+
+    before = torch.cuda.current_device
+    with shim.cuda_or_cpu(), shim.cuda_or_cpu():
+        assert torch.zeros(1, device="cuda").device.type == "cpu"
+        assert torch.cuda.current_device is not before
+    assert torch.cuda.current_device is before
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with shim.cuda_or_cpu():
+        assert torch.cuda.current_device is before
+        assert torch.zeros(1).type() == "torch.FloatTensor"

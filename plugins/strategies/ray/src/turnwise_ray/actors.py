@@ -1,0 +1,171 @@
+"""What all processes of a run have in common: how they begin, how their answers, failures and logs reach the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from attrs import field, frozen
+
+import turnwise.errors
+from turnwise.errors import TurnwiseError
+from turnwise.plugins import registry
+
+log = logging.getLogger("turnwise")
+
+_CAUSE = 400
+"""Characters of Ray's account of a death that fit into one line."""
+
+
+@frozen
+class Home:
+    """Where a process begins: the driver's folder (if it is there), and the plugins that it declares."""
+
+    folder: str
+    plugins: tuple[str, ...]
+    base: str
+
+    def enter(self) -> None:
+        """Go there. Raises PluginError where the machine lacks a plugin."""
+        if Path(self.folder).is_dir():
+            os.chdir(self.folder)
+        registry().declare(self.plugins, Path(self.base))
+
+
+@frozen
+class Failure:
+    """An exception as plain data, for its class may not exist in the driver."""
+
+    kind: str
+    text: str
+    trace: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """What `error` was. A subclass of an error of Turnwise travels as that."""
+        known = [base.__name__ for base in type(error).__mro__ if getattr(turnwise.errors, base.__name__, None) is base]
+        return cls(known[0] if known else type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+    @property
+    def foreseen(self) -> bool:
+        """Whether it is an error of Turnwise, made for a reader."""
+        return getattr(turnwise.errors, self.kind, None) is not None
+
+    def error(self, where: str, otherwise: type[TurnwiseError]) -> TurnwiseError:
+        """The error to raise in the driver: of its own class if that is Turnwise's, else of `otherwise`; the traceback is its cause."""
+        own = getattr(turnwise.errors, self.kind, None)
+        if own is not None:
+            told: TurnwiseError = own(f"{where}: {self.text}")
+        else:
+            told = otherwise(f"{where} raised {self.kind}: {' '.join(self.text.split())}")
+        told.__cause__ = RemoteTraceback(self.trace)
+        return told
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an error in another process, for `--debug`."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@frozen(eq=False)
+class Answer:
+    """What a process answered: a value or a failure, and what it logged since its last answer, as (level, text)."""
+
+    value: Any = None
+    failure: Failure | None = None
+    records: list[tuple[int, str]] = field(factory=list)
+
+    def unwrap(self, where: str, otherwise: type[TurnwiseError]) -> Any:
+        """The value; its failure is raised here. Log records go to the driver's log under the name `where`."""
+        for level, text in self.records:
+            log.log(level, "%s: %s", where, text)
+        if self.failure is not None:
+            raise self.failure.error(where, otherwise)
+        return self.value
+
+
+class _Records(logging.Handler):
+    """Keeps what is logged until it is fetched."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.kept: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.kept.append((record.levelno, record.getMessage()))
+
+    def take(self) -> list[tuple[int, str]]:
+        taken, self.kept = self.kept, []
+        return taken
+
+
+class Process:
+    """A process of a run. Ray writes `repr` before every line that it prints. Its methods answer with an `Answer` and do not raise."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._records = _Records()
+        own = logging.getLogger("turnwise")
+        own.handlers, own.propagate = [self._records], False
+        own.setLevel(logging.INFO)
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def node(self) -> tuple[str, str]:
+        """(id, address) of the node that it runs on."""
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+    def answer(self, work: Callable[[], Any]) -> Answer:
+        """The answer of blocking work."""
+        try:
+            return Answer(work(), records=self._records.take())
+        except Exception as error:  # told in the driver
+            return Answer(failure=Failure.of(error), records=self._records.take())
+
+    async def answer_later(self, work: Awaitable[Any]) -> Answer:
+        """The answer of a coroutine; its cancellation is a failure, too."""
+        try:
+            return Answer(await work, records=self._records.take())
+        except (Exception, asyncio.CancelledError) as error:
+            return Answer(failure=Failure.of(error), records=self._records.take())
+
+
+def packed(value: Any) -> bytes:
+    """`value` pickled, to be unpacked after the plugins are declared, of whose classes it may be made. Raises TurnwiseError."""
+    try:
+        data: bytes = ray.cloudpickle.dumps(value)
+    except Exception as error:
+        raise TurnwiseError(
+            f"runtime ray: what a process is built from cannot be pickled ({type(error).__name__}: {error}). Fix: plain data in the options"
+        ) from error
+    return data
+
+
+def unpacked(data: bytes) -> Any:
+    """Undo `packed`."""
+    return pickle.loads(data)
+
+
+def death(error: BaseException) -> str:
+    """Why an actor is gone, in Ray's words, on one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:"))]
+    text = " ".join(" ".join(told or lines).split())
+    return text if len(text) <= _CAUSE else f"{text[:_CAUSE]}…"
+
+
+async def result(ref: Any, timeout: float | None = None) -> Any:
+    """The value of an object reference. Raises TimeoutError, or Ray's error; a reference that is given up stays silent."""
+    future = asyncio.wrap_future(ref.future())
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.wait_for(asyncio.shield(future), timeout)

@@ -1,0 +1,315 @@
+"""The sampling role in the driver: its engines are placed, given weights, watched, and replaced when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from attrs import define, evolve
+
+from turnwise.contracts.runtime import RolePlan
+from turnwise.contracts.train import Offer
+from turnwise.errors import ConfigError, EngineError, MachineError, TurnwiseError
+from turnwise_ray.actors import Answer, Home, death, packed, result
+from turnwise_ray.cluster import Cluster, Seat
+from turnwise_ray.relay import TRANSPORT, RelaySink, RelaySource
+from turnwise_ray.replica import Replica
+from turnwise_ray.router import Router
+from turnwise_ray.trainer import CLOSE_SECONDS, RayHandle
+
+log = logging.getLogger("turnwise")
+
+
+@define(eq=False)
+class _Member:
+    """One engine: its seats, its actor (None while it is being replaced), its node, and how many readers of an offer it counts as."""
+
+    number: int
+    seats: list[Seat]
+    actor: Any = None
+    node: str = ""
+    readers: int = 1
+    restarts: int = 0
+
+
+class RayBackend(Router):
+    """The engines of a role behind one inference backend (turnwise.contracts.inference). None serves before its first weights.
+
+    An engine that dies is built again, at most `max_restarts` times. If the trainer still has the weights of the last offer it gives them to
+    the new engine at once; else the engine waits for the next weight update.
+    """
+
+    transports: tuple[str, ...] = ()
+
+    def __init__(self, plan: RolePlan, cluster: Cluster, home: Home, timeout: float, config: Any, trainer: Callable[[], RayHandle | None]) -> None:
+        super().__init__(plan.role, "ids")
+        self._plan, self._cluster, self._home = plan, cluster, home
+        self._timeout, self._config, self._trainer = timeout, config, trainer
+        self._members: list[_Member] = []
+        self._reading: list[_Member] | None = None
+        self._watchers: set[asyncio.Task[None]] = set()
+        self._listeners: list[Callable[[Mapping[int, Any], str | None], None]] = []
+        self._live_serial = 0
+        self._receiving = asyncio.Lock()
+        self._synced = self._asleep = self._closed = False
+
+    async def start(self) -> RayBackend:
+        """Place and build all engines. Raises what one raised, or MachineError."""
+        seats = await self._cluster.seats(self.role, self._plan.devices)
+        self._members = [_Member(number, part) for number, part in enumerate(_parts(self._plan, seats))]
+        try:
+            await asyncio.gather(*(self._build(member) for member in self._members))
+        except BaseException:
+            await self.close()
+            raise
+        for member in self._members:
+            self._watch(member)
+        if not self.transports:  # a player has no weights to wait for
+            self._synced = True
+            self._join(self._members)
+        return self
+
+    async def _build(self, member: _Member) -> None:
+        if len({seat.node for seat in member.seats}) > 1:
+            raise MachineError(
+                f"{self.role}.{member.number}: its {len(member.seats)} devices lie on several nodes. Fix: engines that fit into one node"
+            )
+        where = f"{self.role}.{member.number}"
+        actor = ray.remote(Replica).options(**self._cluster.options(member.seats, self._plan.environment)).remote(where)
+        devices = tuple(range(sum(bool(seat.gpu) for seat in member.seats)))
+        try:
+            await result(actor.node.remote(), self._config.start_timeout)
+            told = await result(actor.start.remote(self._home, packed(evolve(self._plan, environment={})), devices), self._timeout)
+            self.input, self.transports, member.readers, member.node = told.unwrap(where, EngineError)
+        except BaseException as error:
+            ray.kill(actor)
+            if isinstance(error, TimeoutError):
+                raise EngineError(f"{where} did not come up in time (start_timeout, runtime_timeout)") from error
+            if isinstance(error, ray.exceptions.RayError):
+                raise EngineError(f"{where} died while it was built. {death(error)}") from error
+            raise
+        member.actor = actor
+
+    # ---------------------------------------------------------------- what the pipeline asks of a backend
+
+    async def generate(self, request: Any) -> Any:
+        """Sample one response. Raises EngineError; before the first weights, too."""
+        if not self._synced:
+            raise EngineError(f"{self.role} was asked for a response before its first weights")
+        return await super().generate(request)
+
+    def live(self, episodes: int) -> None:
+        """Told to a single engine; of several none can know how many will come to it, so each starts what it has (0)."""
+        self._live_serial += 1
+        self._live = (self._live_serial, episodes if len(self._members) == 1 else 0)
+        for member in self._present():
+            member.actor.live.remote(self._live)
+
+    @property
+    def receivers(self) -> int:
+        """How many readers the next offer has: the engines beside the trainer, and one relay for each other node."""
+        self._reading = self._present()
+        near, far = self._by_node(self._reading)
+        return sum(member.readers for member in near) + len(far)
+
+    async def receive(self, offer: Offer) -> int:
+        """Give the weights to all engines and return the version that all of them serve. Raises EngineError."""
+        members = self._present() if self._reading is None else self._reading
+        self._reading = None
+        gone = [member for member in members if member.actor is None]
+        if gone or not members:
+            which = ", ".join(f"{self.role}.{member.number}" for member in gone or self._members)
+            raise EngineError(f"{which} died before the weights of version {offer.version} came")
+        await self._deliver(offer, members)
+        self._synced = True
+        self._join(members)
+        return offer.version
+
+    async def pause(self) -> None:
+        """Pause all engines."""
+        await self._each("pause")
+
+    async def resume(self) -> None:
+        """Resume all engines."""
+        await self._each("resume")
+
+    async def sleep(self) -> None:
+        """Send all engines to sleep; one that is replaced meanwhile sleeps, too."""
+        self._asleep = True
+        await self._each("sleep")
+
+    async def wake(self) -> None:
+        """Wake all engines."""
+        self._asleep = False
+        await self._each("wake")
+
+    async def close(self) -> None:
+        """Close and end all engines; may be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._watchers:
+            task.cancel()
+        self.serve({}, f"{self.role} was closed")
+        with contextlib.suppress(TurnwiseError, TimeoutError):  # they are ended below
+            await asyncio.wait_for(self._each("close"), CLOSE_SECONDS)
+        for member in self._present():
+            ray.kill(member.actor)
+            member.actor = None
+
+    # ---------------------------------------------------------------- engines
+
+    def listen(self, changed: Callable[[Mapping[int, Any], str | None], None]) -> None:
+        """`changed(members, failed)` now and whenever others serve (for workers that send requests themselves)."""
+        self._listeners.append(changed)
+        changed(self._serving, None)
+
+    def serve(self, members: Mapping[int, Any], failed: str | None = None) -> None:
+        """As in Router; whoever listens is told."""
+        super().serve(members, failed)
+        for changed in self._listeners:
+            changed(self._serving, failed)
+
+    def _present(self) -> list[_Member]:
+        return [member for member in self._members if member.actor is not None]
+
+    def _join(self, members: Sequence[_Member]) -> None:
+        self.serve(self._serving | {member.number: member.actor for member in members if member.actor is not None})
+
+    async def _do(self, member: _Member, method: str, *args: Any) -> Any:
+        where = f"{self.role}.{member.number}"
+        try:
+            answer = await result(member.actor.do.remote(method, *args), self._timeout)
+        except TimeoutError as error:
+            raise EngineError(f"{where}: {method} did not end within runtime_timeout = {self._timeout:g} s") from error
+        except ray.exceptions.RayError as error:
+            raise EngineLost(f"{where} died in {method}. {death(error)}") from error
+        return answer.unwrap(where, EngineError)
+
+    async def _each(self, method: str) -> None:
+        """Call a method of every engine; one that died is its watcher's business."""
+        done = await asyncio.gather(*(self._do(member, method) for member in self._present()), return_exceptions=True)
+        for error in done:
+            if isinstance(error, BaseException) and not isinstance(error, EngineLost):
+                raise error
+
+    def _by_node(self, members: Sequence[_Member]) -> tuple[list[_Member], dict[str, list[_Member]]]:
+        """The engines on the trainer's node, and the others by node."""
+        trainer = self._trainer()
+        far: dict[str, list[_Member]] = {}
+        for member in members:
+            if trainer is not None and member.node != trainer.node:
+                far.setdefault(member.node, []).append(member)
+        return [member for member in members if trainer is None or member.node == trainer.node], far
+
+    async def _deliver(self, offer: Offer, members: Sequence[_Member]) -> None:
+        near, far = self._by_node(members) if offer.transport == TRANSPORT else (list(members), {})
+        async with self._receiving:
+            await asyncio.gather(
+                *(self._receive(member, offer) for member in near), *(self._relay(node, there, offer) for node, there in far.items())
+            )
+
+    async def _receive(self, member: _Member, offer: Offer) -> None:
+        version = await self._do(member, "receive", offer)
+        if version != offer.version:
+            raise EngineError(f"{self.role}.{member.number} serves version {version} after the weight update to {offer.version}")
+
+    async def _relay(self, node: str, members: Sequence[_Member], offer: Offer) -> None:
+        """Read the offer on the trainer's node and serve it on `node`."""
+        trainer = self._trainer()
+        assert trainer is not None
+        seconds = self._plan.context.weight_sync_timeout
+        source = ray.remote(RelaySource).options(**self._cluster.on_node(trainer.node)).remote("relay.source")
+        sink = ray.remote(RelaySink).options(**self._cluster.on_node(node)).remote("relay.sink")
+        try:
+            (await result(source.open.remote(offer.payload, seconds), seconds)).unwrap("relay.source", EngineError)
+            opened = await result(sink.open.remote(sum(member.readers for member in members), seconds), seconds)
+            there = evolve(offer, payload=opened.unwrap("relay.sink", EngineError))
+            pump = result(sink.pump.remote(source))
+            pumped, *read = await asyncio.gather(pump, *(self._receive(member, there) for member in members), return_exceptions=True)
+            for one in (pumped, *read):  # what the relay says first: the engines know only that it stopped
+                if isinstance(one, BaseException):
+                    raise one
+                if isinstance(one, Answer):
+                    one.unwrap("relay.sink", EngineError)
+        except TimeoutError as error:
+            raise EngineError(f"{self.role}: the relay to another node did not come up within weight_sync_timeout = {seconds:g} s") from error
+        except ray.exceptions.RayError as error:
+            raise EngineError(f"{self.role}: the relay of weights to another node died. {death(error)}") from error
+        finally:
+            ray.kill(source)
+            ray.kill(sink)
+
+    # ---------------------------------------------------------------- death
+
+    def _watch(self, member: _Member) -> None:
+        task = asyncio.get_running_loop().create_task(self._watched(member))
+        self._watchers.add(task)
+        task.add_done_callback(self._watchers.discard)
+
+    async def _watched(self, member: _Member) -> None:
+        """Wait for the end of an engine, and put another in its place until it may not be replaced any more."""
+        where = f"{self.role}.{member.number}"
+        while True:
+            try:
+                await result(member.actor.forever.remote())
+            except ray.exceptions.RayError as error:
+                cause = death(error)
+            member.actor = None
+            self.serve({number: actor for number, actor in self._serving.items() if number != member.number})
+            while member.actor is None:
+                if member.restarts >= self._config.max_restarts:
+                    self._lost(member, cause)
+                    return
+                member.restarts += 1
+                log.warning("%s died: %s It is built again (%d of max_restarts: %d)", where, cause, member.restarts, self._config.max_restarts)
+                try:
+                    await self._replace(member)
+                except Exception as error:  # counted as one more death
+                    cause = f"{type(error).__name__}: {error}"
+                    if member.actor is not None:
+                        ray.kill(member.actor)
+                        member.actor = None
+
+    async def _replace(self, member: _Member) -> None:
+        member.seats = await self._cluster.again(self.role, member.seats)
+        await self._build(member)
+        if self._asleep:
+            await self._do(member, "sleep")
+        trainer = self._trainer()
+        if not self.transports:
+            self._join([member])
+        elif self._synced and not self._asleep and trainer is not None:
+            near, far = self._by_node([member])
+            if await trainer.again(sum(one.readers for one in near) + len(far), lambda offer: self._deliver(offer, [member])):
+                log.warning("%s.%d has the current weights again", self.role, member.number)
+                self._join([member])
+
+    def _lost(self, member: _Member, cause: str) -> None:
+        text = f"{self.role}.{member.number} died more than max_restarts: {self._config.max_restarts} times. Last cause: {cause}"
+        self._members.remove(member)
+        if self._members:
+            log.error("%s The other engines go on", text)
+        else:
+            self.serve({}, f"{text} Fix: look at its output above, or raise max_restarts of runtime ray")
+
+
+class EngineLost(EngineError):
+    """An engine's process ended."""
+
+
+def _parts(plan: RolePlan, seats: list[Seat]) -> list[list[Seat]]:
+    """The seats of each engine. Raises ConfigError where the devices cannot be divided so."""
+    if not plan.devices:
+        return [seats]
+    size = getattr(plan.config, "data_parallel_size", None)
+    try:
+        engines = int(size(len(seats))) if size is not None else len(seats)
+    except ValueError as error:
+        raise ConfigError(f"{plan.role}.device_mapping: {error}. Fix: correct the devices, or the sizes in strategy_config") from error
+    each = len(seats) // engines
+    return [seats[number * each : (number + 1) * each] for number in range(engines)]

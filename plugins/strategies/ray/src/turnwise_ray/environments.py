@@ -1,0 +1,240 @@
+"""Environments in processes of their own: a worker runs manager and environment together and asks the engines itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from attrs import define, evolve, field
+
+from turnwise.contracts.chat import Chat
+from turnwise.errors import EnvironmentFailure, MachineError, TurnwiseError
+from turnwise.rollout import EpisodeSpec, LocalStage, Played, RolloutSettings, TagPlan, WorkerLost
+from turnwise.rollout.hosts import EnvironmentTimeout
+from turnwise.rollout.process import one_line
+from turnwise_ray.actors import Answer, Home, Process, death, packed, result, unpacked
+from turnwise_ray.backend import RayBackend
+from turnwise_ray.cluster import Cluster
+from turnwise_ray.router import Router
+
+log = logging.getLogger("turnwise")
+
+_CLOSE_SECONDS = 30.0
+_MADE_THERE: Any = None
+"""In place of a plan's manager, which every worker makes for itself."""
+
+
+class EnvWorker(Process):
+    """Plays episodes. A stage (training, evaluation) is known by its number; its environments live as long as it."""
+
+    async def open(self, number: int, home: Home, stage: bytes, members: Mapping[int, Any]) -> Answer:
+        """Build managers and what else a stage needs, by name."""
+
+        async def work() -> None:
+            home.enter()
+            plans, settings, chat, role, input = unpacked(stage)
+            built = [evolve(plan, manager=plan.manager_builder()) for plan in plans]
+            router = Router(role, input)
+            router.serve(members)
+            if not hasattr(self, "_stages"):
+                self._stages: dict[int, tuple[LocalStage, Router]] = {}
+                self._playing: dict[int, set[asyncio.Task[Any]]] = {}
+            self._stages[number] = LocalStage(built, settings, router, chat), router  # type: ignore[arg-type]  # what a stage asks of a backend
+            self._playing[number] = set()
+
+        return await self.answer_later(work())
+
+    async def serve(self, members: Mapping[int, Any], failed: str | None) -> None:
+        """Which engines serve now."""
+        for _, router in getattr(self, "_stages", {}).values():
+            router.serve(members, failed)
+
+    async def play(self, number: int, spec: EpisodeSpec) -> Answer:
+        """One attempt at one episode."""
+        stage, _ = self._stages[number]
+        stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def stop(error: TurnwiseError) -> None:
+            if not stopped.done():
+                stopped.set_exception(error)
+
+        task = asyncio.ensure_future(stage.play(spec, stop))
+        self._playing[number].add(task)
+        try:
+            return await self.answer_later(_first(task, stopped))
+        finally:
+            self._playing[number].discard(task)
+
+    async def abort(self, number: int) -> Answer:
+        """Cancel the episodes of a stage, and what they asked of the engines."""
+
+        async def work() -> None:
+            for task in list(self._playing[number]):
+                task.cancel()
+            await asyncio.sleep(0)
+            await self._stages[number][0].abort()
+
+        return await self.answer_later(work())
+
+    async def close(self, number: int) -> Answer:
+        """Close the environments of a stage."""
+        return await self.answer_later(self._stages[number][0].close())
+
+
+async def _first(task: asyncio.Task[Played], stopped: asyncio.Future[None]) -> Played:
+    """The episode, or the error that stopped it while it hung; what the manager raises is a failure of the environment's side."""
+    both: set[asyncio.Future[Any]] = {task, stopped}
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    if stopped.done():
+        task.cancel()
+        stopped.result()
+    stopped.cancel()
+    try:
+        return await task
+    except (TurnwiseError, asyncio.CancelledError):
+        raise
+    except Exception as error:
+        raise EnvironmentFailure(f"the environment manager raised {one_line(error)}") from error
+
+
+@define(eq=False)
+class _Worker:
+    """One worker as the driver sees it. `open`: the stages that it knows."""
+
+    number: int
+    actor: Any = None
+    load: int = 0
+    restarts: int = 0
+    open: set[int] = field(factory=set)
+    starting: asyncio.Lock = field(factory=asyncio.Lock)
+    gone: bool = False
+
+
+class Workers:
+    """The environment workers of a run; one that dies is replaced, at most `max_restarts` times."""
+
+    def __init__(self, cluster: Cluster, home: Home, config: Any, timeout: float) -> None:
+        self.cluster, self.home, self.config, self.timeout = cluster, home, config, timeout
+        self.all = [_Worker(number) for number in range(config.env_workers)]
+        self.serials = itertools.count()
+        self._members: tuple[Mapping[int, Any], str | None] = ({}, None)
+        self._cause = ""
+
+    def serve(self, members: Mapping[int, Any], failed: str | None) -> None:
+        """Tell every worker which engines serve."""
+        self._members = (members, failed)
+        for worker in self.all:
+            if worker.actor is not None:
+                worker.actor.serve.remote(members, failed)
+
+    def least(self) -> _Worker:
+        """The worker that plays the fewest episodes. Raises TurnwiseError when none is left."""
+        alive = [worker for worker in self.all if not worker.gone]
+        if not alive:
+            raise TurnwiseError(
+                f"all environment workers died more than max_restarts: {self.config.max_restarts} times. Last cause: {self._cause} "
+                "Fix: repair the environment, or step: process, or raise max_restarts of runtime ray"
+            )
+        return min(alive, key=lambda worker: (worker.load, worker.number))
+
+    async def ready(self, worker: _Worker, number: int, stage: bytes) -> Any:
+        """The actor of a worker, started if need be, with the stage opened in it."""
+        async with worker.starting:
+            where = _name(worker)
+            try:
+                if worker.actor is None:
+                    actor = ray.remote(EnvWorker).options(**self.cluster.spread()).remote(where)
+                    worker.actor, worker.open = actor, set()
+                    await result(actor.node.remote(), self.config.start_timeout)
+                if number not in worker.open:
+                    opened = await result(worker.actor.open.remote(number, self.home, stage, self._members[0]), self.timeout)
+                    opened.unwrap(where, EnvironmentFailure)
+                    worker.open.add(number)
+            except TimeoutError as error:
+                raise MachineError(f"{where} did not come up within start_timeout = {self.config.start_timeout:g} s") from error
+            return worker.actor
+
+    def died(self, worker: _Worker, actor: Any, error: BaseException) -> WorkerLost:
+        """The error for one episode of a lost worker; the first that reports the loss counts, and has it replaced."""
+        cause = death(error)
+        first = worker.actor is actor
+        if first:
+            worker.actor, self._cause = None, cause
+            worker.restarts += 1
+            worker.gone = worker.restarts > self.config.max_restarts
+            after = "is not started again" if worker.gone else f"is started again ({worker.restarts} of max_restarts: {self.config.max_restarts})"
+            log.warning("%s died: %s It %s", _name(worker), cause, after)
+        return WorkerLost(f"{_name(worker)} died: {cause}", counts=first)
+
+    async def close(self) -> None:
+        """End all workers."""
+        for worker in self.all:
+            if worker.actor is not None:
+                ray.kill(worker.actor)
+                worker.actor = None
+
+
+class RayStage:
+    """turnwise.rollout.Stage over the workers: training's, or evaluation's."""
+
+    def __init__(self, workers: Workers, plans: Sequence[TagPlan], settings: RolloutSettings, chat: Chat | None, backend: RayBackend) -> None:
+        self.workers = len(workers.all)
+        self._pool = workers
+        self._number = next(workers.serials)
+        shares = [evolve(plan, manager=_MADE_THERE, max_concurrent_steps=_share(plan.max_concurrent_steps, self.workers)) for plan in plans]
+        self._stage = packed((shares, settings, chat, backend.role, backend.input))
+
+    async def play(self, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]) -> Played:
+        """As Stage.play. Raises WorkerLost where the worker died."""
+        worker = self._pool.least()
+        worker.load += 1
+        actor = None
+        try:
+            actor = await self._pool.ready(worker, self._number, self._stage)
+            answer: Answer = await result(actor.play.remote(self._number, spec))
+        except ray.exceptions.RayTaskError as error:
+            raise TurnwiseError(f"{_name(worker)}: an episode could not be sent back. {death(error)}") from error
+        except ray.exceptions.RayError as error:
+            raise self._pool.died(worker, actor or worker.actor, error) from error
+        finally:
+            worker.load -= 1
+        if answer.failure is not None and answer.failure.kind in _ENVIRONMENT:
+            raise _ENVIRONMENT[answer.failure.kind](answer.failure.text)
+        played: Played = answer.unwrap(_name(worker), EnvironmentFailure)
+        return played
+
+    async def abort(self) -> None:
+        """Cancel what the workers still play for this stage."""
+        await self._each("abort")
+
+    async def close(self) -> None:
+        """Close the environments of this stage in every worker; may be called twice."""
+        await self._each("close")
+        for worker in self._pool.all:
+            worker.open.discard(self._number)
+
+    async def _each(self, method: str) -> None:
+        open = [worker for worker in self._pool.all if worker.actor is not None and self._number in worker.open]
+        calls = [result(getattr(worker.actor, method).remote(self._number), _CLOSE_SECONDS) for worker in open]
+        for worker, answer in zip(open, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            with contextlib.suppress(TurnwiseError):  # it is given up; nobody can act on it
+                if isinstance(answer, Answer):
+                    answer.unwrap(_name(worker), EnvironmentFailure)
+                elif isinstance(answer, BaseException):
+                    log.warning("%s: %s ended with %s", _name(worker), method, one_line(answer))
+
+
+_ENVIRONMENT: dict[str, type[EnvironmentFailure]] = {"EnvironmentFailure": EnvironmentFailure, "EnvironmentTimeout": EnvironmentTimeout}
+
+
+def _share(number: int | None, workers: int) -> int | None:
+    return None if number is None else -(-number // workers)
+
+
+def _name(worker: _Worker) -> str:
+    return f"env_worker.{worker.number}"

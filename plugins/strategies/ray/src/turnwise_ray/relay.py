@@ -1,0 +1,86 @@
+"""Weights from one node to another: read where the trainer is, carried by Ray's object store, served again where the backends are.
+
+Within a node weights go from process to process (turnwise_torch.stream), and Ray is not asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import ray
+
+from turnwise_ray.actors import Answer, Process
+
+TRANSPORT = "shared_memory"
+"""The transport that ends at its node."""
+
+Packed = list[tuple[str, str, tuple[int, ...], np.ndarray]]
+"""A bucket: name, dtype, shape and the bytes of each tensor."""
+
+
+class RelaySource(Process):
+    """On the trainer's node: reads the stream, bucket by bucket."""
+
+    def open(self, payload: Mapping[str, Any], timeout: float) -> Answer:
+        """Prepare to read; the sender is met at the first bucket."""
+        from turnwise_torch.stream import receive
+
+        self._buckets = receive(payload, timeout)
+        return self.answer(lambda: None)
+
+    def next(self) -> Answer:
+        """The next bucket, copied out of the shared memory; None at the end."""
+        return self.answer(self._next)
+
+    def _next(self) -> Packed | None:
+        import torch
+
+        bucket = next(self._buckets, None)
+        if bucket is None:
+            return None
+        return [
+            (name, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.contiguous().reshape(-1).view(torch.uint8).numpy().copy())
+            for name, t in bucket
+        ]
+
+
+class RelaySink(Process):
+    """On the backends' node: serves what the source reads."""
+
+    def open(self, receivers: int, timeout: float) -> Answer:
+        """The payload of an offer on this node."""
+        return self.answer(lambda: self._open(receivers, timeout))
+
+    def _open(self, receivers: int, timeout: float) -> Mapping[str, Any]:
+        from turnwise_torch.stream import Sender
+
+        self._timeout = timeout
+        self._sender = Sender(receivers, timeout)
+        payload: Mapping[str, Any] = self._sender.payload
+        return payload
+
+    def pump(self, source: Any) -> Answer:
+        """Serve until the source has no more; one bucket is fetched while another is served."""
+        return self.answer(lambda: self._sender.send(self._fetched(source)))
+
+    def _fetched(self, source: Any) -> Iterator[list[tuple[str, Any]]]:
+        import torch
+
+        from turnwise.errors import TrainerError
+
+        coming = source.next.remote()
+        while True:
+            packed = ray.get(coming, timeout=self._timeout).unwrap("relay", TrainerError)
+            if packed is None:
+                return
+            coming = source.next.remote()
+            yield [(name, _tensor(getattr(torch, dtype), shape, data)) for name, dtype, shape, data in packed]
+
+
+def _tensor(dtype: Any, shape: tuple[int, ...], data: np.ndarray) -> Any:
+    """The tensor of these bytes, in memory of its own: Ray's is read-only."""
+    import torch
+
+    return torch.from_numpy(np.array(data)).view(dtype).reshape(shape) if data.size else torch.empty(shape, dtype=dtype)

@@ -1,0 +1,259 @@
+"""A training role: one actor per device, called all at once; rows are dealt to them and their answers put together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from attrs import evolve
+
+from turnwise.contracts.runtime import RolePlan
+from turnwise.contracts.train import Offer, Ranks
+from turnwise.data.dealing import deal, gather, merge_results
+from turnwise.data.rows import Rows, Update
+from turnwise.errors import MachineError, TrainerError, TurnwiseError
+from turnwise.plugins import registry
+from turnwise_ray.actors import Answer, Home, Process, death, packed, result, unpacked
+from turnwise_ray.cluster import Cluster, Seat
+
+GRACE_SECONDS = 5.0
+"""After the first failure of a rank: how long the others may take to tell theirs, which may be the cause."""
+CLOSE_SECONDS = 30.0
+
+
+class TrainRank(Process):
+    """One rank: it builds the strategy by name and calls it."""
+
+    def meet(self) -> tuple[str, str, int]:
+        """(node id, node address, a free port on it): where the ranks may meet."""
+        node, address = self.node()
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return node, address, int(free.getsockname()[1])
+
+    def start(self, home: Home, plan: bytes, ranks: Ranks, devices: tuple[int, ...]) -> Answer:
+        """Build the strategy; answers (transports, data_parallel)."""
+        return self.answer(lambda: self._start(home, plan, ranks, devices))
+
+    def _start(self, home: Home, plan: bytes, ranks: Ranks, devices: tuple[int, ...]) -> Any:
+        host, _, port = ranks.address.rpartition(":")
+        # What engines read that expect a launcher; what the user set stays.
+        launched = {"RANK": ranks.rank, "WORLD_SIZE": ranks.size, "LOCAL_RANK": ranks.local_rank, "MASTER_ADDR": host, "MASTER_PORT": port}
+        for name, value in launched.items():
+            os.environ.setdefault(name, str(value))
+        home.enter()
+        built: RolePlan = unpacked(plan)
+        context = evolve(built.context, ranks=ranks, devices=devices)
+        self._target = registry().build(built.kind, built.implementation, built.config, context)
+        return tuple(self._target.transports), tuple(getattr(self._target, "data_parallel", (0, 1)))
+
+    def call(self, answers: bool, method: str, *args: Any) -> Answer:
+        """Call the strategy; without `answers` the result stays here, for another rank tells it."""
+
+        def work() -> Any:
+            value = getattr(self._target, method)(*args)
+            return value if answers else None
+
+        return self.answer(work)
+
+
+class RayHandle:
+    """A placed training role (turnwise.contracts.runtime.Handle). Calls run one after the other."""
+
+    transports: tuple[str, ...] = ()
+
+    def __init__(self, plan: RolePlan, cluster: Cluster, home: Home, timeout: float, start_timeout: float) -> None:
+        self.role = plan.role
+        self.node = ""  # that of rank 0, which sends the weights
+        self._plan, self._cluster, self._home = plan, cluster, home
+        self._timeout, self._start_timeout = timeout, start_timeout
+        self._ranks: list[Any] = []
+        self._places: list[str] = []
+        self._data_parallel: list[tuple[int, int]] = []
+        self._turn = asyncio.Lock()
+        self._sent = asyncio.Event()  # no offer waits to be sent
+        self._sent.set()
+        self._fresh: tuple[str, int] | None = None
+        self._offloaded = self._closed = self._left_behind = False
+        self._broken: TurnwiseError | None = None
+
+    async def start(self) -> RayHandle:
+        """Place the ranks and build the strategy in each. Raises what a rank raised, or MachineError."""
+        seats = await self._cluster.seats(self.role, self._plan.devices)
+        plan = packed(evolve(self._plan, environment={}))
+        try:
+            await self._spawn(seats)
+            meets = await self._met()
+            self.node = meets[0][0]
+            hosts = [node for node, _, _ in meets]
+            alone = len(set(hosts)) == 1
+            address = f"{'127.0.0.1' if alone else meets[0][1]}:{meets[0][2]}"
+            calls = [
+                rank.start.remote(self._home, plan, Ranks(number, len(seats), hosts[:number].count(hosts[number]), address), (0,) if seat.gpu else ())
+                for number, (rank, seat) in enumerate(zip(self._ranks, seats, strict=True))
+            ]
+            facts = await self._all(calls, "start")
+        except BaseException:
+            self._kill()
+            raise
+        self.transports = facts[0][0]
+        self._data_parallel = [own for _, own in facts]
+        return self
+
+    async def _spawn(self, seats: Sequence[Seat]) -> None:
+        for number, seat in enumerate(seats):
+            name = self.role if len(seats) == 1 else f"{self.role}.{number}"
+            options = self._cluster.options([seat], self._plan.environment)
+            self._ranks.append(ray.remote(TrainRank).options(**options).remote(name))
+            self._places.append(f"rank {number} of {len(seats)} on {seat.address}")
+
+    async def _met(self) -> list[tuple[str, str, int]]:
+        try:
+            return list(await asyncio.gather(*(result(rank.meet.remote(), self._start_timeout) for rank in self._ranks)))
+        except TimeoutError as error:
+            raise MachineError(f"{self.role}: its processes did not come up within start_timeout = {self._start_timeout:g} s") from error
+        except ray.exceptions.RayError as error:
+            raise TrainerError(f"{self.role}: a process did not come up: {death(error)}") from error
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Run `method` on all ranks. Raises what a rank raised, with the rank's name, or TrainerError for one that died or did not answer."""
+        if self._closed:
+            raise TrainerError(f"{self.role}: {method} was called after close")
+        async with self._turn:
+            if method == "offer":
+                self._sent.clear()
+                self._fresh = (args[0], args[1])
+            elif method in ("update", "load"):
+                self._fresh = None
+            try:
+                value = await self._call(method, *args)
+            finally:
+                if method == "send":
+                    self._sent.set()
+            if method in ("offload", "onload"):
+                self._offloaded = method == "offload"
+            return value
+
+    async def again(self, receivers: int, receive: Callable[[Offer], Awaitable[Any]]) -> bool:
+        """Send the weights of the last offer once more, to backends that came later. False: they have changed since, the next offer will do.
+
+        Raises TurnwiseError; the strategy itself goes on."""
+        while True:
+            await self._sent.wait()
+            async with self._turn:
+                if not self._sent.is_set():
+                    continue
+                if self._fresh is None or self._closed:
+                    return False
+                back = self._offloaded
+                if back:
+                    await self._call("onload")
+                offer = await self._call("offer", *self._fresh, receivers)
+                done = await asyncio.gather(self._call("send", offer), receive(offer), return_exceptions=True)
+                if back:
+                    await self._call("offload")
+                for error in done:
+                    if isinstance(error, BaseException):
+                        raise error
+                return True
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        if self._broken is not None:
+            raise self._broken
+        if method in ("logprobs", "values", "update"):
+            return await self._dealt(method, args[0])
+        args = tuple(arg.absolute() if isinstance(arg, Path) else arg for arg in args)
+        answers = await self._all([rank.call.remote(number == 0, method, *args) for number, rank in enumerate(self._ranks)], method)
+        return answers[0]
+
+    async def _dealt(self, method: str, work: Rows | Update) -> Any:
+        """Each data parallel rank gets its rows alone; those within one get the same, and the first of them answers."""
+        rows = work.rows if isinstance(work, Update) else work
+        parts = self._data_parallel[0][1]
+        shares = deal(rows, parts)
+        picked = [rows] if parts == 1 else [rows.select(share) for share in shares]
+        pieces = [evolve(work, rows=piece) if isinstance(work, Update) else piece for piece in picked]
+        stored = await asyncio.gather(*(asyncio.to_thread(ray.put, piece) for piece in pieces))
+        first = {part: number for number, (part, _) in reversed(list(enumerate(self._data_parallel)))}
+        calls = [
+            rank.call.remote(first[part] == number, method, stored[part])
+            for number, (rank, (part, _)) in enumerate(zip(self._ranks, self._data_parallel, strict=True))
+        ]
+        answers = await self._all(calls, method)
+        values = [answers[first[part]] for part in range(parts)]
+        if parts == 1:
+            return values[0]
+        return merge_results(values) if isinstance(work, Update) else gather(rows, shares, values)
+
+    async def _all(self, calls: Sequence[Any], method: str) -> list[Any]:
+        """The answers of all ranks. After a failure the others have a little time to tell theirs; a rank that then still waits for a lost one
+        is ended."""
+        loop = asyncio.get_running_loop()
+        waiting = {asyncio.ensure_future(result(call)): number for number, call in enumerate(calls)}
+        answers: dict[int, Any] = {}
+        failures: list[tuple[bool, TurnwiseError]] = []
+        end, dead = loop.time() + self._timeout, False
+        try:
+            while waiting and not dead:
+                done, _ = await asyncio.wait(waiting, timeout=max(0.0, end - loop.time()), return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                for future in sorted(done, key=waiting.__getitem__):
+                    number = waiting.pop(future)
+                    where = f"{self.role}, {self._places[number]}"
+                    try:
+                        answer: Answer = future.result()
+                        answers[number] = answer.unwrap(where, TrainerError)
+                    except ray.exceptions.RayTaskError as error:  # an answer that could not be sent
+                        failures.append((False, TrainerError(f"{where}: {method} gave no answer. {death(error)}")))
+                    except ray.exceptions.RayError as error:
+                        dead = True
+                        failures = [(True, TrainerError(f"{where}: the process died in {method}. {death(error)}"))]
+                        break
+                    except TurnwiseError as error:
+                        failures.append((answer.failure is not None and answer.failure.foreseen, error))
+                if failures:
+                    end = min(end, loop.time() + GRACE_SECONDS)
+        except asyncio.CancelledError:
+            self._left_behind = True
+            raise
+        finally:
+            for future in waiting:
+                future.cancel()
+        if not failures and not waiting:
+            return [answers[number] for number in range(len(calls))]
+        # Rather what a strategy told itself than the exception of a rank that noticed another's end.
+        problem = max(failures, key=lambda one: one[0])[1] if failures else self._late(method, sorted(waiting.values()))
+        if waiting or dead:
+            self._broken = problem
+            self._kill()
+        raise problem
+
+    def _late(self, method: str, numbers: Sequence[int]) -> TrainerError:
+        who = "; ".join(self._places[number] for number in numbers)
+        return TrainerError(
+            f"{self.role}: {method} did not end within runtime_timeout = {self._timeout:g} s ({who}). Fix: raise runtime_timeout, or lower the batch."
+        )
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            with contextlib.suppress(ray.exceptions.RayError):  # the cluster is gone, and the process with it
+                ray.kill(rank)
+
+    async def close(self) -> None:
+        """Close the strategy in every rank and end the processes; may be called twice. Ranks that hang or are lost are ended at once."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._broken is None and not self._left_behind:
+                self._timeout = min(self._timeout, CLOSE_SECONDS)
+                await self._call("close")
+        finally:
+            self._kill()

@@ -1,0 +1,133 @@
+"""A plugin for the tests: roles and environments on numpy that tell where they are, and die or hang when asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+
+from turnwise import Implementation, hookimpl
+from turnwise.contracts.inference import InferenceContext, Request
+from turnwise.contracts.train import TrainContext
+from turnwise.data.rows import Update, UpdateResult
+from turnwise.data.trajectory import Generation
+from turnwise.errors import TrainerError
+from turnwise.testing.fake_model import FakeBackend, FakeBackendConfig, FakeStrategy
+from turnwise.testing.fakes import FakeEnvironment
+
+
+@frozen
+class RankedConfig:
+    """`model_parallel`: ranks that share the rows."""
+
+    model_parallel: int = 1
+
+    def data_parallel_size(self, world: int) -> int:
+        """Ranks that see different rows."""
+        return world // self.model_parallel
+
+
+class Ranked(FakeStrategy):
+    """The bigram's trainer in many ranks, which never speak to each other."""
+
+    def __init__(self, config: RankedConfig, context: TrainContext) -> None:
+        super().__init__(None, context)
+        self.seen: list[int] = []
+        self.context = context
+        part = context.ranks.rank // config.model_parallel
+        self.data_parallel = (part, context.ranks.size // config.model_parallel)
+
+    def update(self, update: Update) -> UpdateResult:
+        """The loss of the own rows."""
+        self.seen.append(len(update.rows))
+        return super().update(update)
+
+    def facts(self) -> dict[str, Any]:
+        """What rank 0 knows of its process."""
+        names = ("MARK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "OMP_NUM_THREADS")
+        return {"ranks": self.context.ranks, "devices": self.context.devices, "cwd": os.getcwd(), **{n: os.environ.get(n) for n in names}}
+
+    def write(self, folder: Path) -> None:
+        """A file per rank: its own facts and the rows that it saw."""
+        (folder / f"{self.context.ranks.rank}.txt").write_text(f"{self.context.ranks.local_rank} {sum(self.seen)} {os.getpid()}")
+
+    def misbehave(self, what: str, rank: int) -> None:
+        """What `rank` does; the others wait for it as in a collective operation."""
+        if self.context.ranks.rank != rank:
+            time.sleep(600 if what in ("hang", "die") else 0)
+        elif what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "hang":
+            time.sleep(600)
+        elif what == "fail":
+            raise TrainerError("out of chalk. Fix: buy chalk")
+        else:
+            raise KeyError("odd")
+
+
+class Mortal(FakeBackend):
+    """A sampler that dies once at a request for `die_once` (a path in MORTAL that is not there yet)."""
+
+    def __init__(self, config: FakeBackendConfig, context: InferenceContext) -> None:
+        super().__init__(config, context)
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample, or die."""
+        _die_once("MORTAL_ENGINE", at=request.seed % 3 == 0)
+        generation = await super().generate(request)
+        return Generation(
+            generation.text, generation.ids, generation.logprobs, generation.versions, generation.finish, {"pid": os.getpid(), "sum": self._sum()}
+        )
+
+    def _sum(self) -> float:
+        return float(np.sum(self._weights))
+
+
+class MortalEnvironment(FakeEnvironment):
+    """The counting game, which ends its process once at a step (MORTAL_ENVIRONMENT)."""
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """One step, or the end."""
+        _die_once("MORTAL_ENVIRONMENT", at=self._turn == 1)
+        return super().step(action)
+
+
+def _die_once(name: str, at: bool) -> None:
+    """End this process at the first of all calls with `at`, in whichever process; the variable names the file by which all know."""
+    path = os.environ.get(name) or _named(name)
+    if not path or not at:
+        return
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _named(name: str) -> str | None:
+    """In a worker without the variable: the file `NAME` in the current folder holds the path."""
+    note = Path(name)
+    return note.read_text() if note.is_file() else None
+
+
+@hookimpl
+def train_strategies() -> list[Implementation]:
+    """`ranked`."""
+    return [Implementation("ranked", Ranked, RankedConfig, summary="the bigram's trainer in many ranks")]
+
+
+@hookimpl
+def inference_backends() -> list[Implementation]:
+    """`mortal`."""
+    return [Implementation("mortal", Mortal, FakeBackendConfig, summary="a sampler that can die")]
+
+
+@hookimpl
+def environments() -> list[Implementation]:
+    """`mortal_env`."""
+    return [Implementation("mortal_env", MortalEnvironment, summary="a game that can end its process")]

@@ -1,0 +1,137 @@
+"""Several sampling engines behind one backend: where requests go, who has which weights, and what happens when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray", reason="ray is not installed")
+
+from turnwise.contracts.inference import GeneratingArgs, Request
+from turnwise.data.rows import Update
+from turnwise.errors import EngineError
+from turnwise.testing.fake_model import FakeChat
+from turnwise.testing.synthetic import training_rows
+
+pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("cluster"), pytest.mark.filterwarnings("ignore")]
+
+
+def ask(member: int, turn: int = 0) -> Request:
+    ids = FakeChat().render([{"role": "user", "content": "x"}])
+    return Request(seed=100 * member + turn, args=GeneratingArgs(), max_new_tokens=4, order=(0, 7, member, 0, turn), ids=ids)
+
+
+async def sync(handle: Any, backend: Any, version: int) -> int:
+    offer = await handle.call("offer", "fake", version, backend.receivers)
+    await backend.pause()
+    _, now = await asyncio.gather(handle.call("send", offer), backend.receive(offer))
+    await backend.resume()
+    return int(now)
+
+
+async def until(condition: Any, seconds: float = 60.0) -> None:
+    for _ in range(int(seconds * 20)):
+        if condition():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("it did not happen")
+
+
+async def many(backend: Any) -> None:
+    """Ask until it ends."""
+    for member in range(1000):
+        await backend.generate(ask(member))
+
+
+def test_a_trajectory_stays_on_one_engine_and_all_have_the_weights(place: Any, trainer: Any, sampler: Any) -> None:
+    async def work(runtime: Any) -> None:
+        handle, backend = await runtime.place(trainer()), await runtime.place(sampler((0, 1)))
+        assert backend.receivers == 2
+        with pytest.raises(EngineError, match="before its first weights"):
+            await backend.generate(ask(0))
+        assert await sync(handle, backend, 4) == 4
+        first = await asyncio.gather(*(backend.generate(ask(m)) for m in range(8)))
+        pids = [g.extras["pid"] for g in first]
+        assert sorted(pids.count(pid) for pid in set(pids)) == [4, 4]
+        for turn in (1, 2):
+            later = await asyncio.gather(*(backend.generate(ask(m, turn)) for m in range(8)))
+            assert [g.extras["pid"] for g in later] == pids
+        assert {v for g in first for v in g.versions.tolist()} == {4}
+        assert len({g.extras["sum"] for g in first}) == 1
+
+    place(work)
+
+
+def test_requests_of_a_dead_engine_are_answered_by_another_and_it_comes_back_with_the_weights(
+    place: Any, trainer: Any, sampler: Any, tmp_path: Path
+) -> None:
+    async def work(runtime: Any) -> None:
+        handle = await runtime.place(trainer())
+        await handle.call("update", Update(training_rows(), 0.5))  # so that the first weights are not those of the folder
+        backend = await runtime.place(sampler((0, 1), environment={"MORTAL_ENGINE": str(tmp_path / "died")}))
+        await sync(handle, backend, 1)
+        answers = await asyncio.gather(*(backend.generate(ask(m)) for m in range(12)))
+        assert (tmp_path / "died").exists()
+        again = await asyncio.gather(*(backend.generate(ask(m)) for m in range(12)))
+        for one, other in zip(answers, again, strict=True):
+            np.testing.assert_array_equal(one.ids, other.ids)  # the same seeds, whoever answered
+        await until(lambda: len(backend._serving) == 2)
+        both = await asyncio.gather(*(backend.generate(ask(m)) for m in range(100, 108)))
+        assert len({g.extras["pid"] for g in both}) == 2
+        assert len({g.extras["sum"] for g in [*both, *answers]}) == 1  # the new engine has the trainer's weights, not the folder's
+
+    place(work)
+
+
+def test_an_engine_that_comes_back_while_the_trainer_moves_on_waits_for_the_next_weights(place: Any, trainer: Any, sampler: Any) -> None:
+    async def work(runtime: Any) -> None:
+        handle, backend = await runtime.place(trainer()), await runtime.place(sampler((0, 1)))
+        await sync(handle, backend, 1)
+        victim = (await backend.generate(ask(0))).extras["pid"]
+        await handle.call("update", Update(training_rows(), 0.5))
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: len(backend._serving) == 1)
+        await until(lambda: len(backend._present()) == 2)
+        assert {g.extras["pid"] for g in await asyncio.gather(*(backend.generate(ask(m)) for m in range(6)))}.isdisjoint({victim})
+        assert len(backend._serving) == 1
+        assert await sync(handle, backend, 2) == 2
+        assert len({g.extras["sum"] for g in await asyncio.gather(*(backend.generate(ask(m)) for m in range(200, 206)))}) == 1
+        assert len(backend._serving) == 2
+
+    place(work)
+
+
+def test_engines_that_die_too_often_end_the_requests_with_the_cause(place: Any, trainer: Any, sampler: Any) -> None:
+    async def work(runtime: Any) -> None:
+        handle, backend = await runtime.place(trainer()), await runtime.place(sampler())
+        await sync(handle, backend, 1)
+        victim = (await backend.generate(ask(0))).extras["pid"]
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"actor_infer\.0 died more than max_restarts: 0 times\. Last cause: .*raise max_restarts") as caught:
+            await asyncio.gather(*(many(backend) for _ in range(3)))
+        assert "\n" not in str(caught.value)
+
+    place(work, max_restarts=0)
+
+
+def test_a_request_that_is_given_up_is_aborted_where_it_waits(place: Any, trainer: Any, sampler: Any) -> None:
+    async def work(runtime: Any) -> None:
+        handle, backend = await runtime.place(trainer()), await runtime.place(sampler(delay=600.0))
+        await sync(handle, backend, 1)
+        request = ask(0)
+        task = asyncio.ensure_future(backend.generate(request))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await backend.abort(request)
+        await backend.abort(request)  # one that is not there is ignored
+        assert backend._sent == {} and backend._loads.total() == 0
+
+    place(work)

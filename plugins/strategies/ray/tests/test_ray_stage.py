@@ -1,0 +1,138 @@
+"""Environments in workers: the same episodes as in the driver, and workers that die."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+pytest.importorskip("ray", reason="ray is not installed")
+
+from turnwise.config.schema import Choice
+from turnwise.contracts.env_manager import Limits, ManagerContext
+from turnwise.errors import EnvironmentFailure
+from turnwise.pipeline.assembly import EnvironmentBuilder, ManagerBuilder
+from turnwise.rollout import RolloutResult, RolloutSettings, Scheduler, TagPlan
+from turnwise.testing.fake_model import FakeChat
+from turnwise.testing.fakes import FakeEnvManager
+
+pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("cluster"), pytest.mark.filterwarnings("ignore")]
+
+FAKES = str(Path(__file__).with_name("ray_fakes.py"))
+PLUGINS = ("turnwise.testing.plugin", FAKES)
+SETTINGS = RolloutSettings(seed=3, step_timeout=10, reset_timeout=10, request_timeout=60, max_env_failure_rate=0.9)
+
+
+def plan(environment: str = "fake_env", **options: Any) -> TagPlan:
+    return TagPlan(
+        tag="Count",
+        build=EnvironmentBuilder(environment, options, PLUGINS),
+        manager=FakeEnvManager(None, ManagerContext()),
+        manager_builder=ManagerBuilder(Choice("fake_manager"), ManagerContext(tag="Count", max_turns=3), PLUGINS),
+        limits=Limits(sequence_length=128, max_new_tokens=4, max_tokens_per_step=4, max_turns=3),
+        groups=4,
+        group_size=3,
+        step="inline",
+    )
+
+
+async def prepared(runtime: Any, trainer: Any, sampler: Any) -> Any:
+    handle, backend = await runtime.place(trainer()), await runtime.place(sampler())
+    offer = await handle.call("offer", "fake", 1, backend.receivers)
+    await asyncio.gather(handle.call("send", offer), backend.receive(offer))
+    return backend
+
+
+async def batch(stage: Any, plans: list[TagPlan], settings: RolloutSettings, backend: Any) -> RolloutResult:
+    scheduler = Scheduler(plans, settings, backend, FakeChat(), stage)
+    try:
+        return await (scheduler.evaluate(render=2) if settings.evaluation else scheduler.next_batch(0, version=1))
+    finally:
+        await scheduler.close()
+
+
+def same(one: RolloutResult, other: RolloutResult) -> None:
+    assert len(one.trajectories) == len(other.trajectories)
+    for mine, theirs in zip(one.trajectories, other.trajectories, strict=True):
+        assert (mine.group, mine.member, mine.attempt, mine.seed, mine.score) == (
+            theirs.group,
+            theirs.member,
+            theirs.attempt,
+            theirs.seed,
+            theirs.score,
+        )
+        for a, b in zip(mine.turns, theirs.turns, strict=True):
+            np.testing.assert_array_equal(a.response_ids, b.response_ids)
+            assert a.observation == b.observation
+    for rows, others in zip(one.samples, other.samples, strict=True):
+        for a, b in zip(rows, others, strict=True):
+            np.testing.assert_array_equal(a.input_ids, b.input_ids)
+    assert one.counts == other.counts
+    assert sorted(one.failures) == sorted(other.failures)
+    assert one.frames.keys() == other.frames.keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        pytest.param(SETTINGS, {}, marks=pytest.mark.matrix),
+        (evolve(SETTINGS, evaluation=True, max_concurrent=2), {}),
+        (SETTINGS, {"fails": "raise", "fails_every": 3}),
+        pytest.param(SETTINGS, {"fails": "nan", "fails_every": 3}, marks=pytest.mark.matrix),
+    ],
+)
+def test_workers_play_the_same_episodes_as_the_driver(place: Any, trainer: Any, sampler: Any, settings: RolloutSettings, options: Any) -> None:
+    async def work(runtime: Any) -> None:
+        backend = await prepared(runtime, trainer, sampler)
+        plans = [plan(**options)]
+        stage = runtime.stage(plans, settings, FakeChat(), backend)
+        assert stage.workers == 2
+        there = await batch(stage, plans, settings, backend)
+        here = await batch(None, plans, settings, backend)
+        same(there, here)
+        assert there.counts["episodes"] > 0
+
+    place(work, env_workers=2)
+
+
+def test_without_workers_or_for_players_of_the_driver_the_driver_plays(place: Any, trainer: Any, sampler: Any) -> None:
+    async def work(runtime: Any) -> None:
+        backend = await prepared(runtime, trainer, sampler)
+        assert runtime.stage([plan()], SETTINGS, FakeChat(), backend) is None
+
+    place(work)
+
+
+def test_a_lost_worker_is_one_failure_and_its_episodes_are_played_elsewhere(place: Any, trainer: Any, sampler: Any, tmp_path: Path) -> None:
+    (tmp_path / "MORTAL_ENVIRONMENT").write_text(str(tmp_path / "died"))
+
+    async def work(runtime: Any) -> None:
+        backend = await prepared(runtime, trainer, sampler)
+        plans, strict = [plan("mortal_env")], evolve(SETTINGS, max_env_failure_rate=0.1)
+        played = await batch(runtime.stage(plans, strict, FakeChat(), backend), plans, strict, backend)
+        assert (tmp_path / "died").exists()
+        assert played.counts["env_failures"] == 1
+        assert played.counts["episodes"] == 12
+        assert 1 <= played.counts["retries"] <= 6
+        assert len(played.failures) == played.counts["retries"]
+        assert all("env_worker." in line and " died: " in line for line in played.failures)
+        assert [worker.restarts for worker in runtime._workers.all].count(1) == 1
+        again = await batch(runtime.stage(plans, strict, FakeChat(), backend), plans, strict, backend)
+        assert again.counts["env_failures"] == 0
+
+    place(work, env_workers=2)
+
+
+def test_failures_past_the_rate_end_the_batch_with_the_environments_words(place: Any, trainer: Any, sampler: Any) -> None:
+    async def work(runtime: Any) -> None:
+        backend = await prepared(runtime, trainer, sampler)
+        plans = [plan(fails="raise")]
+        stage = runtime.stage(plans, SETTINGS, FakeChat(), backend)
+        with pytest.raises(EnvironmentFailure, match=r"Count\.step raised RuntimeError: the fake environment raises at turn 1"):
+            await batch(stage, plans, evolve(SETTINGS, max_env_failure_rate=0.2), backend)
+
+    place(work, env_workers=1)

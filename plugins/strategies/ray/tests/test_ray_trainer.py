@@ -1,0 +1,122 @@
+"""Training roles in many processes: rows dealt and answers merged, and every way in which a rank can fail."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray", reason="ray is not installed")
+
+from turnwise.contracts.train import TrainContext
+from turnwise.data.rows import Update
+from turnwise.errors import MachineError, TrainerError
+from turnwise.testing.fakes import FakeStrategy
+from turnwise.testing.synthetic import training_rows
+
+pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("cluster"), pytest.mark.filterwarnings("ignore")]
+
+
+def test_rows_are_dealt_to_data_parallel_ranks_and_answers_come_back_in_order(place: Any, trainer: Any, model: Path, tmp_path: Path) -> None:
+    rows = training_rows()
+    alone = FakeStrategy(None, TrainContext(model, "actor_train"))
+
+    async def work(runtime: Any) -> None:
+        handle = await runtime.place(trainer((0, 1), environment={"MARK": "set", "OMP_NUM_THREADS": "3"}))
+        np.testing.assert_array_equal(await handle.call("logprobs", rows), alone.logprobs(rows))
+        result = await handle.call("update", Update(rows, 0.0))
+        expected = alone.update(Update(rows, 0.0))
+        assert result.loss == pytest.approx(expected.loss)  # Σ over the ranks of what each had of it
+        assert result.sums.keys() == expected.sums.keys()
+        for name, (x, w) in expected.sums.items():
+            assert result.sums[name] == pytest.approx((x, w))
+        facts = await handle.call("facts")
+        assert (facts["ranks"].rank, facts["ranks"].size, facts["devices"]) == (0, 2, ())
+        assert (facts["MARK"], facts["RANK"], facts["WORLD_SIZE"], facts["OMP_NUM_THREADS"]) == ("set", "0", "2", "3")
+        assert facts["ranks"].address == f"127.0.0.1:{facts['MASTER_PORT']}"
+        assert facts["cwd"] == str(tmp_path)
+        await handle.call("write", Path())
+        told = [(tmp_path / f"{rank}.txt").read_text().split() for rank in (0, 1)]
+        assert [t[0] for t in told] == ["0", "1"]  # local ranks
+        assert sum(int(t[1]) for t in told) == len(rows)
+        assert all(int(t[1]) < len(rows) for t in told)
+        assert told[0][2] != told[1][2]
+
+    place(work)
+
+
+def test_ranks_of_one_data_parallel_rank_get_the_same_rows(place: Any, trainer: Any, model: Path, tmp_path: Path) -> None:
+    rows = training_rows()
+    alone = FakeStrategy(None, TrainContext(model, "actor_train"))
+
+    async def work(runtime: Any) -> None:
+        handle = await runtime.place(trainer((0, 1), model_parallel=2))
+        np.testing.assert_array_equal(await handle.call("logprobs", rows), alone.logprobs(rows))
+        assert (await handle.call("update", Update(rows, 0.0))).loss == pytest.approx(alone.update(Update(rows, 0.0)).loss)
+        await handle.call("write", Path())
+        assert [(tmp_path / f"{rank}.txt").read_text().split()[1] for rank in (0, 1)] == [str(len(rows))] * 2
+
+    place(work)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("fail", ["out of chalk. Fix: buy chalk"]),
+        pytest.param("odd", ["raised KeyError: 'odd'"], marks=pytest.mark.matrix),
+        ("die", ["the process died in misbehave", "SIGKILL"]),
+    ],
+)
+def test_the_failure_of_one_rank_is_told_with_its_name_and_cause(place: Any, trainer: Any, what: str, words: list[str]) -> None:
+    async def work(runtime: Any) -> tuple[str, float]:
+        handle = await runtime.place(trainer((0, 1)))
+        began = time.monotonic()
+        with pytest.raises(TrainerError) as caught:
+            await handle.call("misbehave", what, 1)
+        took = time.monotonic() - began
+        if what == "die":
+            with pytest.raises(TrainerError, match="died in misbehave"):  # the role is lost, and says why
+                await handle.call("logprobs", training_rows())
+        else:
+            assert len(await handle.call("logprobs", training_rows())) > 0
+        return str(caught.value), took
+
+    text, took = place(work)
+    assert text.startswith("actor_train, rank 1 of 2 on ")
+    assert "\n" not in text
+    for word in words[:1]:
+        assert word in text
+    assert took < 30
+
+
+def test_a_call_past_the_timeout_names_the_ranks_that_did_not_answer(place: Any, trainer: Any) -> None:
+    async def work(runtime: Any) -> None:
+        handle = await runtime.place(trainer((0, 1)))
+        handle._timeout = 3.0
+        with pytest.raises(TrainerError, match=r"actor_train: misbehave did not end within runtime_timeout = 3 s \(rank 0 of 2 .*; rank 1 of 2 "):
+            await handle.call("misbehave", "hang", 1)
+
+    place(work)
+
+
+def test_a_cluster_without_gpus_is_told_before_anything_is_built(place: Any, trainer: Any) -> None:
+    async def work(runtime: Any) -> None:
+        with pytest.raises(MachineError, match="actor_train: device_mapping needs 2 GPUs, the cluster has none"):
+            await runtime.place(trainer((0, 1)))
+
+    for device in ("auto", "gpu"):
+        place(work, device=device)
+
+
+def test_roles_of_one_device_share_its_place(place: Any, trainer: Any, sampler: Any) -> None:
+    async def work(runtime: Any) -> None:
+        await runtime.place(trainer((0,)))
+        await runtime.place(sampler((0, 1)))
+        seats = runtime._cluster._seats
+        assert set(seats) == {0, 1}
+        assert len(runtime._cluster._groups) == 2
+
+    place(work)

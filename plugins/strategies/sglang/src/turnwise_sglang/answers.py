@@ -1,0 +1,120 @@
+"""What a request becomes for SGLang, and what SGLang's answer becomes for us."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+
+from turnwise.contracts.chat import Chat
+from turnwise.contracts.inference import Request
+from turnwise.data.trajectory import Generation, float32, int32
+from turnwise.errors import EngineError
+
+
+@frozen
+class Limits:
+    """What a request is checked against, before it can harm the server: ids outside the vocabulary kill SGLang's scheduler."""
+
+    sequence_length: int
+    vocabulary: int
+
+
+def body(request: Request, limits: Limits, stop_ids: Sequence[int]) -> dict[str, Any]:
+    """The JSON of /generate, without its `rid`. Raises EngineError for a request that cannot be served."""
+    args, where = request.args, f" (request of {request.tag})" if request.tag else ""
+    if request.ids is None or not len(request.ids):
+        raise EngineError(f"the sglang backend takes token ids, and the request has none{where}")
+    if request.images:
+        raise EngineError(f"the sglang backend takes text only, and the request holds {len(request.images)} images{where}. Fix: hf or vllm")
+    ids = int32(request.ids)
+    room = limits.sequence_length - len(ids)
+    if room < 1:
+        raise EngineError(
+            f"a prompt of {len(ids)} tokens leaves no room for a response within sequence_length {limits.sequence_length}{where}. "
+            "Fix: raise sequence_length, or shorten the history"
+        )
+    if outside := ids[(ids < 0) | (ids >= limits.vocabulary)].tolist():
+        raise EngineError(f"token id {outside[0]} is outside the model's vocabulary of {limits.vocabulary}{where}")
+    if request.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0:
+        raise EngineError(f"cannot sample {request.max_new_tokens} tokens with {args}{where}: outside the allowed ranges")
+    return {
+        "input_ids": ids.tolist(),
+        "return_logprob": True,
+        "stream": bool(args.stop_strings),
+        "sampling_params": {
+            "max_new_tokens": min(request.max_new_tokens, room),
+            "temperature": args.temperature,
+            "top_p": args.top_p,
+            "top_k": args.top_k or -1,
+            "stop_token_ids": list(stop_ids),
+            "sampling_seed": _signed(request.seed),
+        },
+    }
+
+
+def _signed(seed: int) -> int:
+    """A seed of any size as the 64 signed bits that SGLang takes."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+class StopStrings:
+    """Looks for a request's stop strings in ids as they arrive, token by token."""
+
+    def __init__(self, request: Request, chat: Chat) -> None:
+        self._strings, self._chat = request.args.stop_strings, chat
+        # A character is at most four tokens of a byte-level tokenizer; the rest is for a character cut at the front.
+        self._tail = 4 * max(map(len, self._strings), default=0) + 4
+        self._seen = 0
+
+    def length(self, ids: Sequence[int]) -> int | None:
+        """How many ids there are up to the token that completed a stop string; None: none so far."""
+        for length in range(self._seen + 1, len(ids) + 1):
+            text = self._chat.decode(int32(ids[max(0, length - self._tail) : length]))
+            if any(string in text for string in self._strings):
+                return length
+        self._seen = len(ids)
+        return None
+
+
+def generation(answer: Mapping[str, Any], request: Request, chat: Chat, ours: bool, length: int | None = None) -> Generation:
+    """A Generation from SGLang's last answer. `ours`: its log-probs are our log-probs; `length`: cut there, by a stop string.
+
+    Raises EngineError for an answer that does not hold what was asked for.
+    """
+    facts = answer["meta_info"]
+    pairs = facts["output_token_logprobs"][:length]
+    ids = int32([pair[1] for pair in pairs])
+    logprobs = float32([pair[0] if pair[0] is not None else np.nan for pair in pairs])
+    if list(answer["output_ids"][:length]) != ids.tolist() or not len(ids):
+        raise EngineError(f"SGLang answered {len(ids)} log-probs for {len(answer['output_ids'])} tokens")
+    if not np.isfinite(logprobs).all():
+        raise EngineError("SGLang sampled with log-probs that are no numbers: the weights or the logits are broken")
+    finish: Any = "stop" if length is not None else facts["finish_reason"]["type"]
+    return Generation(_cut(chat.decode(ids), request), ids, logprobs if ours else None, _versions(facts, len(ids)), finish)
+
+
+def _versions(facts: Mapping[str, Any], count: int) -> np.ndarray:
+    """int32 [count] from the spans of versions that SGLang gives."""
+    versions = np.full(count, -1, np.int32)
+    for span in facts.get("weight_versions") or ():
+        versions[span["start"] : span["end"]] = number(span["version"])
+    if (versions < 0).any():
+        raise EngineError("SGLang did not tell which weights sampled every token. Fix: SGLang 0.5.21 or newer")
+    return versions
+
+
+def number(version: Any) -> int:
+    """A version as SGLang keeps it, in text; whatever it held before our first update counts as 0."""
+    return int(version) if str(version).isdecimal() else 0
+
+
+def _cut(text: str, request: Request) -> str:
+    """The text up to its first stop string, with or without it."""
+    found = [(place, string) for string in request.args.stop_strings if (place := text.find(string)) >= 0]
+    if not found:
+        return text
+    place, string = min(found)
+    return text[: place + len(string)] if request.args.include_stop_str_in_output else text[:place]

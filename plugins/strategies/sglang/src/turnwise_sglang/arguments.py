@@ -1,0 +1,167 @@
+"""From options and context to SGLang's server arguments and environment, and what its own argument class says to them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from turnwise.contracts.inference import InferenceContext
+from turnwise.errors import did_you_mean
+from turnwise_sglang.config import SglangConfig
+
+LAUNCHER = Path(__file__).with_name("engine") / "turnwise_serve.py"
+OLDEST = "0.5.21"
+"""The first version whose weight updates are sessions (begin_weight_update)."""
+OURS = {"model_path": "pretrain", "weight_version": "nothing: the backend counts versions", "host": "nothing: the server listens on loopback"}
+OURS |= {"port": "nothing: a free one is taken", "dtype": "model_args.dtype", "tokenizer_path": "pretrain"}
+OURS |= {"skip_server_warmup": "nothing: it is on", "nnodes": "nothing: one server is on one host", "api_key": "nothing"}
+_FIELDS = (
+    "tp_size",
+    "pp_size",
+    "dp_size",
+    "mem_fraction_static",
+    "load_format",
+    "chunked_prefill_size",
+    "max_running_requests",
+    "disable_radix_cache",
+    "disable_cuda_graph",
+    "enable_deterministic_inference",
+)
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_SPARE = 8
+"""SGLang keeps a few positions of its context for itself; a response may fill sequence_length to the last token."""
+_CPU_TOKENS = 65536
+_CPU: Mapping[str, Any] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_overlap_schedule": True,
+    "sleep_on_idle": True,
+    "mem_fraction_static": 0.8,
+}
+
+
+def interpreter(config: SglangConfig) -> str:
+    """The Python that runs SGLang."""
+    return config.python or sys.executable
+
+
+def device(config: SglangConfig, context: InferenceContext) -> str | None:
+    """SGLang's device: the option, else the CPU where the role has no devices, else the engine's choice (None)."""
+    return config.device or (None if context.devices else "cpu")
+
+
+def server_arguments(config: SglangConfig, context: InferenceContext, port: int) -> dict[str, Any]:
+    """The arguments of a server for this role on `port`; what the user wrote wins over our defaults."""
+    given = {name: value for name in _FIELDS if (value := getattr(config, name)) is not None}
+    on = device(config, context)
+    defaults: dict[str, Any] = {"skip_tokenizer_init": True, "log_level": "warning", "grammar_backend": "none"}
+    if on == "cpu":
+        defaults |= {**_CPU, "max_total_tokens": max(_CPU_TOKENS, 2 * (context.sequence_length + _SPARE))}
+    if on is not None:
+        given["device"] = on
+    if config.enable_memory_saver:
+        given |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    fixed = {
+        "model_path": str(context.model),
+        "dtype": _DTYPES[context.dtype],
+        "context_length": config.context_length or context.sequence_length + _SPARE,
+        "random_seed": context.seed % 2**31,
+        "host": "127.0.0.1",
+        "port": port,
+        "weight_version": "0",
+        "skip_server_warmup": True,
+    }
+    return {**defaults, **fixed, **given, **config.engine_args}
+
+
+def environment(config: SglangConfig, context: InferenceContext) -> dict[str, str]:
+    """The server's environment: this process's, without what belongs to this interpreter, with the role's devices."""
+    values = dict(os.environ)
+    if config.python and Path(config.python).absolute() != Path(sys.executable).absolute():
+        for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
+            values.pop(name, None)
+    # Log-probs before the temperature would be another quantity than ours.
+    values.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)
+    values |= {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "PYTHONUNBUFFERED": "1"}
+    if device(config, context) == "cpu":
+        values |= {"TURNWISE_SGLANG_CPU": "1", "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+        values.setdefault("OMP_NUM_THREADS", "1")
+    elif context.devices:
+        values["CUDA_VISIBLE_DEVICES"] = _visible(context.devices)
+    return values
+
+
+def _visible(devices: tuple[int, ...]) -> str:
+    """The role's devices as the environment names them: positions within what this process may see."""
+    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return ",".join(seen[number] if number < len(seen) else str(number) for number in devices)
+
+
+def installed(python: str) -> str:
+    """SGLang's version in that interpreter, found without importing it; "" where it has none. Raises OSError: there is no such program."""
+    code = "import importlib.util as u, importlib.metadata as m; print(m.version('sglang') if u.find_spec('sglang') else '')"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{python} did not answer within 60 s") from error
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def machine_problem(config: SglangConfig) -> str:
+    """Why this machine cannot start the server, or the empty string."""
+    python = interpreter(config)
+    fix = "Fix: install SGLang there (requirements/sglang.txt in an environment of its own), or name its interpreter as strategy_config.python"
+    try:
+        version = installed(python)
+    except OSError as error:
+        return f"actor_infer: strategy sglang: strategy_config.python {python!r} cannot be run ({error}). {fix}"
+    if not version:
+        return f"actor_infer: strategy sglang: {python} has no sglang. {fix}"
+    try:
+        old = Version(version) < Version(OLDEST)
+    except InvalidVersion:
+        return ""
+    return f"actor_infer: strategy sglang: {python} has sglang {version}, {OLDEST} or newer is needed. {fix}" if old else ""
+
+
+def argument_problems(config: SglangConfig, context: InferenceContext) -> list[str]:
+    """What is wrong with `engine_args`: names that are this backend's to set, and what SGLang's own argument class refuses."""
+    where = "$.actor_infer.strategy_args.strategy_config"
+    problems = [f"{where}.{name} is not the user's to set. Use {use}." for name, use in OURS.items() if name in config.engine_args]
+    left = {name: value for name, value in config.engine_args.items() if name not in OURS}
+    if not left:
+        return problems
+    answer = _asked(interpreter(config), json.dumps(left, default=str), device(config, context) == "cpu")
+    if isinstance(answer, str):
+        return [*problems, f"machine: actor_infer: sglang's argument class could not be asked about {', '.join(left)}: {answer}"]
+    known = [*answer["known"], *SglangConfig.__annotations__]
+    problems += [f"{where}: sglang has no argument {name!r}.{did_you_mean(name, known)}" for name in answer["unknown"]]
+    return problems + [f"{where}.{line}" for line in answer["wrong"]]
+
+
+@functools.cache
+def _asked(python: str, arguments: str, cpu: bool) -> dict[str, list[str]] | str:
+    """The answer of the interpreter's own argument class, or why there is none."""
+    values = {**os.environ, "TURNWISE_SGLANG_CPU": "1", "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""} if cpu else dict(os.environ)
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        file.write(arguments)
+        file.flush()
+        try:
+            command = [python, str(LAUNCHER), "check", file.name]
+            done = subprocess.run(command, env=values, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=180, check=False)
+            answer: dict[str, list[str]] = json.loads(done.stdout.strip().splitlines()[-1])
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        except (ValueError, IndexError):
+            return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return answer

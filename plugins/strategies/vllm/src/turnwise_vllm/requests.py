@@ -1,0 +1,128 @@
+"""One request and its answer, in our terms and in vLLM's: ids checked, sampling parameters, log-probs by our definition, versions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+
+from turnwise.contracts.chat import Chat
+from turnwise.contracts.inference import GeneratingArgs, Request
+from turnwise.data.trajectory import Generation, float32, int32
+from turnwise.errors import EngineError
+
+COLDEST = 0.01
+"""vLLM raises a temperature between 0 and this one to this one."""
+
+
+@frozen(eq=False)
+class Answer:
+    """What vLLM sampled: `ids`, `logprobs` of each (as its logprobs_mode has them), `spans` (version, start, end), its own reason, and how
+    many tokens the prompt had for it (None: it does not tell)."""
+
+    ids: list[int]
+    logprobs: list[float]
+    spans: list[tuple[str, int, int]]
+    finish: str
+    prompt: int | None = None
+
+
+def checked_ids(request: Request, vocabulary: int, longest: int) -> np.ndarray:
+    """The request's ids, int32. Raises EngineError for what vLLM must not see: no ids, no room, an id outside the vocabulary."""
+    args, where = request.args, f" (request of {request.tag})" if request.tag else ""
+    if request.ids is None or not len(request.ids):
+        raise EngineError(f"the vllm backend takes token ids, and the request has none{where}")
+    ids = int32(request.ids)
+    if len(ids) >= longest:
+        raise EngineError(
+            f"a prompt of {len(ids)} tokens leaves no room for a response within {longest} tokens{where}. "
+            "Fix: raise sequence_length, or shorten the history"
+        )
+    if outside := ids[(ids < 0) | (ids >= vocabulary)].tolist():
+        raise EngineError(f"token id {outside[0]} is outside the model's vocabulary of {vocabulary}{where}")
+    if request.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0:
+        raise EngineError(f"cannot sample {request.max_new_tokens} tokens with {args}{where}: outside the allowed ranges")
+    if 0 < args.temperature < COLDEST:
+        raise EngineError(f"temperature {args.temperature} is below {COLDEST}, the lowest that vLLM samples at{where}. Fix: 0 (greedy), or more")
+    return ids
+
+
+def collapsed(ids: np.ndarray, image_token: int | None, images: int) -> list[int]:
+    """The ids with one image token for each image, which vLLM expands itself. Raises EngineError: ids and images do not belong together."""
+    if not images:
+        return ids.tolist()
+    if image_token is None:
+        raise EngineError(f"the request holds {images} images, and the model takes text only. Fix: a text rendering of the environment")
+    inside = ids == image_token
+    runs = int((inside & ~np.concatenate([[False], inside[:-1]])).sum())
+    if runs != images:
+        raise EngineError(f"the prompt holds {runs} runs of image tokens for {images} images")
+    return ids[~(inside & np.concatenate([[False], inside[:-1]]))].tolist()
+
+
+def sampling(request: Request, room: int, stop_ids: Sequence[int]) -> dict[str, Any]:
+    """Fields of vLLM's `SamplingParams`. The text is decoded by the chat; vLLM decodes only to find stop strings."""
+    args = request.args
+    fields: dict[str, Any] = {
+        "max_tokens": min(request.max_new_tokens, room),
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "seed": request.seed % 2**63,
+        "stop_token_ids": list(stop_ids),
+        "ignore_eos": True,  # the chat's stop ids hold it, if it ends a turn
+        "logprobs": 0,  # of the sampled token alone
+        "detokenize": bool(args.stop_strings),
+        "skip_special_tokens": False,
+    }
+    if args.stop_strings:
+        fields |= {"stop": list(args.stop_strings), "include_stop_str_in_output": True}
+    return fields
+
+
+def are_ours(args: GeneratingArgs, mode: str) -> bool:
+    """Whether vLLM's log-probs under `mode` are of log_softmax(logits / temperature) over the whole vocabulary (greedy: temperature 1).
+
+    Processed ones are taken after truncation, raw ones before the temperature.
+    """
+    if mode == "raw_logprobs":
+        return args.temperature in (0, 1)
+    return args.temperature == 0 or (args.top_p == 1 and args.top_k == 0)
+
+
+def generation(answer: Answer, request: Request, chat: Chat, mode: str) -> Generation:
+    """The answer by our contract. Raises EngineError: log-probs that are no numbers, tokens without a version."""
+    ids = int32(answer.ids)
+    logprobs = float32(answer.logprobs) if are_ours(request.args, mode) else None
+    if not np.isfinite(answer.logprobs).all():
+        raise EngineError("the model's logits are not finite, so nothing can be sampled. Fix: look at the last updates (learning rate, dtype)")
+    finish: Any = answer.finish if answer.finish in ("length", "abort") else "stop"
+    return Generation(_cut(chat.decode(ids), request.args), ids, logprobs, versions_of(answer), finish)
+
+
+def versions_of(answer: Answer) -> np.ndarray:
+    """int32 [n]: the weight version under which each token was sampled; 0 where the engine was never told one."""
+    versions = np.zeros(len(answer.ids), np.int32)
+    covered = 0
+    for name, start, end in answer.spans:
+        versions[start:end] = number(name)
+        covered += end - start
+    if covered != len(answer.ids):
+        raise EngineError(f"vLLM told the weight version of {covered} of {len(answer.ids)} tokens")
+    return versions
+
+
+def number(version: str) -> int:
+    """vLLM's version label as our number; its own first label ("default") is 0."""
+    return int(version) if version.isdecimal() else 0
+
+
+def _cut(text: str, args: GeneratingArgs) -> str:
+    """The text up to its first stop string, with or without it."""
+    found = [(place, string) for string in args.stop_strings if (place := text.find(string)) >= 0]
+    if not found:
+        return text
+    place, string = min(found)
+    return text[: place + len(string)] if args.include_stop_str_in_output else text[:place]

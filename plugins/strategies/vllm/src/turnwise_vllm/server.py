@@ -1,0 +1,230 @@
+"""A vLLM server over HTTP: one that the run starts and stops, or one that is already there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from turnwise.contracts.inference import InferenceContext
+from turnwise.errors import ConfigError, EngineError
+from turnwise_vllm.arguments import EXTENSION, TRANSFER, cpu_build, engine_arguments, environment
+from turnwise_vllm.config import VllmConfig
+from turnwise_vllm.requests import Answer
+
+_POLL = 0.25
+_STOP = 20.0
+_PROBE = 60.0
+_ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
+    "pause": ("/pause", {"mode": "keep", "clear_cache": "false"}),
+    "resume": ("/resume", {}),
+    "start_update": ("/start_weight_update", {}),
+    "update": ("/update_weights", {}),
+    "finish_update": ("/finish_weight_update", {}),
+    "set_version": ("/update_weight_version", {}),
+    "sleep": ("/sleep", {"level": 1, "mode": "keep"}),
+    "wake": ("/wake_up", {}),
+}
+
+
+class ServedEngine:
+    """Talks to a server by vLLM's own routes; those of weights and pauses exist with VLLM_SERVER_DEV_MODE=1."""
+
+    def __init__(self, config: VllmConfig, context: InferenceContext) -> None:
+        self._config, self._context = config, context
+        self._process: ServerProcess | None = None
+        self._session: Any = None  # an aiohttp.ClientSession
+        self._address = (config.base_url or "").rstrip("/")
+
+    async def start(self) -> None:
+        """Raises EngineError (nothing answers in time) or ConfigError (the server there was started otherwise than this run needs)."""
+        import aiohttp  # comes with vLLM
+
+        # As many at a time as there are episodes; none kept open, for the server closes idle ones and those of failed requests.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._session = aiohttp.ClientSession(connector=connector)
+        if self._config.mode == "server":
+            self._process = ServerProcess(self._config, self._context)
+            self._address = self._process.address
+        await self._wait_until_healthy()
+        if self._process is None:
+            self._compare(await self._get("/server_info?config_format=json", _PROBE))
+        else:
+            await self.control("set_version", new_version="0")
+
+    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, images: list[Any]) -> Answer:
+        """Raises EngineError. Cancelling closes the connection, and the server drops the request."""
+        if images:
+            raise EngineError("images are not sent to a server in this version. Fix: mode: in_process")
+        body = {"request_id": name, "token_ids": ids, "sampling_params": sampling}
+        told = await self._post("/inference/v1/generate", body, self._config.request_timeout)
+        choice = told["choices"][0]
+        logprobs = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or ()]
+        spans = [_span(span) for span in choice["weight_versions"] or ()]
+        return Answer(choice["token_ids"] or [], logprobs, spans, choice["finish_reason"] or "stop")
+
+    async def control(self, step: str, **arguments: Any) -> Any:
+        """Raises EngineError."""
+        timeout = self._context.weight_sync_timeout
+        match step:
+            case "version":
+                return (await self._get("/weight_info", timeout))["weight_version"]
+            case "reset_cache":
+                await self._post("/reset_encoder_cache", {}, timeout)
+                return (await self._post("/reset_prefix_cache?reset_running_requests=true", {}, timeout))["success"]
+            case "start_update":
+                await self._post("/init_weight_transfer_engine", {"init_info": {}}, timeout)
+            case "update":
+                arguments = {"update_info": arguments["info"]}
+            case "finish_update":
+                arguments = {"weight_version": arguments["version"]}
+        path, query = _ROUTES[step]
+        return await self._post(f"{path}?{urlencode(query)}" if query else path, arguments, timeout)
+
+    async def close(self) -> None:
+        """Close the connections; stop the server if the run started it."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+        process, self._process = self._process, None
+        if process is not None:
+            await asyncio.to_thread(process.stop)
+
+    async def _wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + self._config.start_timeout
+        while True:
+            with contextlib.suppress(EngineError):
+                await self._ask("GET", "/health", None, _PROBE)
+                return
+            if self._process is not None and (said := self._process.ended()) is not None:
+                raise EngineError(f"the vLLM server did not start: {said}")
+            if self._process is None or time.monotonic() > deadline:
+                where = f"the vLLM server at {self._address} does not answer"
+                raise EngineError(f"{where}. Fix: start it, correct base_url" if self._process is None else f"{where} within start_timeout")
+            await asyncio.sleep(_POLL)
+
+    def _compare(self, told: Mapping[str, Any]) -> None:
+        """Raises ConfigError with everything in which the server differs from what this run needs."""
+        config = told["vllm_config"]
+        model, transfer = config["model_config"], config.get("weight_transfer_config") or {}
+        wrong = []
+        if model["logprobs_mode"] != self._config.logprobs_mode:
+            wrong.append(f"--logprobs-mode {self._config.logprobs_mode} (it has {model['logprobs_mode']})")
+        if transfer.get("backend") != TRANSFER:
+            wrong.append(f"""--weight-transfer-config '{{"backend": "{TRANSFER}"}}' --worker-extension-cls {EXTENSION}""")
+        longest = self._config.max_model_len or self._context.sequence_length
+        if model["max_model_len"] < longest:
+            wrong.append(f"--max-model-len {longest} (it has {model['max_model_len']})")
+        if wrong:
+            raise ConfigError(f"the vLLM server at {self._address} does not fit this run. Fix: start it with {' '.join(wrong)}")
+
+    async def _get(self, path: str, timeout: float) -> Any:
+        return await self._ask("GET", path, None, timeout)
+
+    async def _post(self, path: str, body: Any, timeout: float) -> Any:
+        return await self._ask("POST", path, body, timeout)
+
+    async def _ask(self, method: str, path: str, body: Any, timeout: float) -> Any:
+        import aiohttp
+
+        if self._session is None:
+            raise EngineError("the backend was closed")
+        try:
+            async with self._session.request(method, self._address + path, json=body, timeout=aiohttp.ClientTimeout(timeout)) as answer:
+                text = await answer.text()
+                status = answer.status
+        except TimeoutError as error:
+            raise EngineError(f"the vLLM server did not answer {path} within {timeout:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            told = self._process.ended() if self._process is not None else None
+            raise EngineError(f"the vLLM server at {self._address} is gone ({told or error})") from error
+        if status != 200:
+            hint = " Fix: start the server with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out" if status == 404 else ""
+            raise EngineError(f"the vLLM server answered {path.partition('?')[0]} with {status}: {_reason(text)}.{hint}")
+        return json.loads(text) if text.startswith(("{", "[")) else text
+
+
+class ServerProcess:
+    """vLLM's server as a child process on a free port of the loopback interface; its messages go to a file, the last are told on failure."""
+
+    def __init__(self, config: VllmConfig, context: InferenceContext) -> None:
+        port = free_port()
+        self.address = f"http://127.0.0.1:{port}"
+        cpu = cpu_build()
+        variables = {**os.environ, **environment(config, cpu), "VLLM_SERVER_DEV_MODE": "1"}
+        if context.devices and not cpu:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, context.devices))
+        self._log = tempfile.NamedTemporaryFile(prefix="turnwise-vllm-", suffix=".log")  # noqa: SIM115 - lives as long as the process
+        self._process = subprocess.Popen(
+            server_command(engine_arguments(config, context, cpu), port),
+            env=variables,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a group of its own: a keyboard interrupt is for us, and its children end with it
+        )
+
+    def ended(self) -> str | None:
+        """How it ended and what it said last, None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        lines = [line.strip() for line in Path(self._log.name).read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        told = [line for line in lines if "Error" in line] or lines
+        return f"its process ended with code {code}: {told[-1] if told else 'it said nothing'}"
+
+    def stop(self) -> None:
+        """End it and its children."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        try:
+            self._process.wait(_STOP)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(_STOP)
+        self._log.close()
+
+
+def server_command(arguments: Mapping[str, Any], port: int) -> list[str]:
+    """The command line of vLLM's server with these engine arguments."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
+    for name, value in arguments.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            command.append(option if value else f"--no-{option[2:]}")
+        elif isinstance(value, (dict, list)):
+            command += [option, json.dumps(value)]
+        elif value is not None:
+            command += [option, str(value)]
+    return command
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _span(span: Any) -> tuple[str, int, int]:
+    return (span["version"], span["start"], span["end"]) if isinstance(span, dict) else (span[0], span[1], span[2])
+
+
+def _reason(text: str) -> str:
+    try:
+        told = json.loads(text)
+    except ValueError:
+        return text.strip()[:300] or "no reason"
+    error = told.get("error", told) if isinstance(told, dict) else told
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:300]

@@ -1,0 +1,136 @@
+"""The real engine as a server: the conformance kit over an attached one, the same log-probs and updates over HTTP, errors that name the cause."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from turnwise.contracts.train import Offer
+from turnwise.errors import ConfigError, EngineError
+from turnwise.testing.kit import run_conformance
+
+MISSING = "vllm is not installed (extra: turnwise-vllm[vllm] or [cpu])"
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=MISSING),
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    """One event loop for the file."""
+    with asyncio.Runner() as shared:
+        yield shared
+
+
+@pytest.fixture
+def attached(runner: asyncio.Runner) -> Iterator[Any]:
+    """A backend attached to the server that the kit uses too."""
+    from turnwise_vllm import fixtures
+    from turnwise_vllm.backend import VllmBackend
+    from turnwise_vllm.config import VllmConfig
+
+    backend = VllmBackend(VllmConfig(mode="attach", base_url=fixtures.server().address), fixtures.model_context())
+    yield backend
+    runner.run(backend.close())
+
+
+def test_the_conformance_kit_passes_with_the_real_engine() -> None:
+    assert run_conformance("vllm", "inference_backend", strict=True) == 0
+
+
+def test_weights_stream_into_the_server_and_cached_prompts_are_read_again(runner: asyncio.Runner, attached: Any) -> None:
+    import threading
+
+    import numpy as np
+    import torch
+
+    from turnwise.contracts.inference import GeneratingArgs, Request
+    from turnwise_torch.models import load_causal_lm
+    from turnwise_torch.stream import Sender, buckets
+    from turnwise_vllm.fixtures import log_probs, model_context
+
+    model = load_causal_lm(model_context().model, "fp32", "eager")
+    ids = np.random.default_rng(0).integers(3, 20, 140).astype(np.int32)
+    request = Request(1, GeneratingArgs(8, 0.7), 8, ids=ids)
+
+    async def scene() -> Any:
+        await attached.receive(Offer("safetensors", 5, {"folder": str(model_context().model)}))
+        before = await attached.generate(request)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+        sender = Sender(1, 60)
+        thread = threading.Thread(target=lambda: sender.send(buckets(model.state_dict().items(), 20_000)))
+        thread.start()
+        assert await attached.receive(Offer("shared_memory", 6, sender.payload)) == 6
+        thread.join()
+        return before, await attached.generate(request)
+
+    before, after = runner.run(scene())
+    assert set(before.versions.tolist()) == {5}
+    assert set(after.versions.tolist()) == {6}
+    expected = log_probs(model, np.concatenate([ids, after.ids]), 0.7)[-len(after.ids) :]
+    np.testing.assert_allclose(after.logprobs, expected, atol=1e-4, rtol=0)
+
+
+def test_an_update_that_fails_is_told_and_a_whole_one_repairs(runner: asyncio.Runner, attached: Any, tmp_path: Path) -> None:
+    from turnwise_vllm.fixtures import backend_fixture
+
+    supplied = backend_fixture()
+    with pytest.raises(EngineError, match="no safetensors weights in"):
+        runner.run(attached.receive(Offer("safetensors", 7, {"folder": str(tmp_path)})))
+    with pytest.raises(EngineError, match="mixture of weights"):
+        runner.run(attached.generate(supplied["request"](0)))
+    assert runner.run(attached.receive(supplied["offer"](8))) == 8
+    assert set(runner.run(attached.generate(supplied["request"](0))).versions.tolist()) == {8}
+
+
+def test_a_server_that_does_not_fit_the_run_is_told_with_the_options_it_needs(runner: asyncio.Runner, attached: Any) -> None:
+    from turnwise_vllm.backend import VllmBackend
+
+    config = evolve(attached._config, logprobs_mode="raw_logprobs")
+    backend = VllmBackend(config, evolve(attached._context, sequence_length=4096))
+    with pytest.raises(ConfigError, match=r"does not fit this run.*--logprobs-mode raw_logprobs .*--max-model-len 4096"):
+        runner.run(backend.pause())
+    runner.run(backend.close())
+
+
+def test_an_address_where_nobody_answers_is_told_at_once(runner: asyncio.Runner, attached: Any) -> None:
+    from turnwise_vllm.backend import VllmBackend
+    from turnwise_vllm.server import free_port
+
+    backend = VllmBackend(evolve(attached._config, base_url=f"http://127.0.0.1:{free_port()}"), attached._context)
+    with pytest.raises(EngineError, match=r"does not answer. Fix: start it, correct base_url"):
+        runner.run(asyncio.wait_for(backend.pause(), 20))
+    runner.run(backend.close())
+
+
+def test_a_server_that_dies_fails_every_request_at_once(runner: asyncio.Runner, attached: Any) -> None:
+    """The last test of this file: the server is gone after it."""
+    from turnwise_vllm import fixtures
+    from turnwise_vllm.fixtures import backend_fixture
+
+    request = backend_fixture()["request"]
+
+    async def scene() -> list[Any]:
+        await attached.pause()  # so that the requests are there when it dies
+        tasks = [asyncio.create_task(attached.generate(request(seed))) for seed in range(3)]
+        await asyncio.sleep(0.5)
+        os.killpg(fixtures.server()._process.pid, signal.SIGKILL)
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+
+    for told in runner.run(scene()):
+        assert isinstance(told, EngineError)
+        assert "is gone" in str(told)
+    fixtures.server.cache_clear()
