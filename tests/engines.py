@@ -76,13 +76,12 @@ def main() -> None:
     counted = Counted()
     chosen = [a for a in arguments if a != "--all"]
     code = pytest.main(["-m", which, "--timeout", "600", *chosen], plugins=[counted])
-    print(f"\n{'engine':<12} {'version':<12} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}  skipped because")
+    print(f"\n{'engine':<12} {'version':<12} {'passed':>8}{'failed':>8}{'skipped':>8} {'seconds':>8}  skipped because")
     for name in sorted({*installed, *counted.outcomes}):
         outcome, why = counted.outcomes[name], "; ".join(sorted(counted.reasons[name]))
         version = installed.get(name) or _version(f"turnwise-{name}")
-        print(
-            f"{name:<12} {version:<12} {outcome['passed']:>7} {outcome['failed']:>7} {outcome['skipped']:>8} {counted.seconds[name]:>8.0f}  {why[:200]}"
-        )
+        numbers = "".join(f"{outcome[kind]:>8}" for kind in ("passed", "failed", "skipped"))
+        print(f"{name:<12} {version:<12} {numbers} {counted.seconds[name]:>8.0f}  {why[:200]}")
     untested = [name for name in installed if not counted.outcomes[name]["passed"] and not chosen]
     if untested:
         sys.exit(f"no test of {', '.join(untested)} passed")

@@ -15,9 +15,13 @@ from turnwise.plugins import registry
 ROOT = Path(__file__).resolve().parent.parent
 
 
+SERVED = {"turnwise-sglang"}
+"""Whose engine lives in another interpreter, which no `requires` can look for."""
+
+
 def runs(distribution: str) -> bool:
     """Whether something in it can run here; the engines' own tests run the kit where they are installed."""
-    return any(e.distribution == distribution and not e.missing for e in registry().entries())
+    return any(e.distribution == distribution and not e.missing for e in registry().entries()) and distribution not in SERVED
 
 
 NAMES = [

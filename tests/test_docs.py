@@ -153,7 +153,7 @@ def literal_metrics(source: str) -> Iterator[str]:
         CORE / "pipeline" / "loop.py",
         CORE / "rollout" / "scheduler.py",
         ROOT / "plugins" / "strategies" / "torch" / "src" / "turnwise_torch" / "objective.py",
-        ROOT / "plugins" / "strategies" / "torch" / "src" / "turnwise_torch" / "strategy.py",
+        ROOT / "plugins" / "strategies" / "torch" / "src" / "turnwise_torch" / "base.py",
     ],
     ids=lambda path: path.name,
 )

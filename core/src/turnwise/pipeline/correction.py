@@ -100,7 +100,7 @@ def _metrics(gap: Gap, correction: TrainInferCorrection, weight: np.ndarray, kee
     """Over the sampled tokens of the trajectories that train; nothing where there are none."""
     if not counted.any():
         return {}
-    out = {}
+    out: dict[str, float] = {}
     if correction.is_weight.enabled:
         changed = weight != gap.ratio(correction.is_weight.weight_type)
         out |= {"correction/weight/mean": float(weight[counted].mean()), "correction/weight/clip_frac": float(changed[counted].mean())}

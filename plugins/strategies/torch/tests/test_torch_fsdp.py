@@ -29,11 +29,12 @@ from turnwise.data.rows import Rows, Update
 from turnwise.errors import CheckpointError
 from turnwise.testing.synthetic import training_rows
 from turnwise_torch.config import FsdpConfig, TorchConfig
-from turnwise_torch.fixtures import tiny_model
+from turnwise_torch.fixtures import tiny_model, tiny_vision_model
 from turnwise_torch.models import VALUE_HEAD_FILE
 from turnwise_torch.state import STATE_FILE
 from turnwise_torch.strategy import TorchStrategy
 from turnwise_torch.stream import receive
+from turnwise_torch.vision import Vision
 
 VOCABULARY = 50
 SIZES = (4, 2, 1, 3, 2)
@@ -81,6 +82,23 @@ def update(number: int) -> Update:
     return Update(evolve(rows, columns=columns), lr=1e-3 * (1 - 0.1 * number), entropy_coef=0.01, kl_coef=0.1)
 
 
+def picture_update(folder: Path) -> Update:
+    """Two samples: one with a picture, one without, so that of two ranks one has no image."""
+    vision = Vision(folder / "vision")
+    picture = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    prompt = [1, 52, *[50] * vision.tokens(picture), 53, 3]
+    mask = np.array([*[False] * len(prompt), True, True, False, False, True, True, True])
+    numbers = {name: np.zeros(5, np.int64) for name in ("sample", "turn", "trajectory")}
+    columns = {"coef": np.full(5, 0.2), "weight": np.ones(5), "advantages": np.linspace(-1, 1, 5), "old_log_probs": np.full(5, np.nan), **numbers}
+    ids = np.array([*prompt, 4, 5, 9, 10, 12, 13, 14], np.int32)
+    return Update(Rows(ids, np.array([0, len(prompt) + 2, len(ids)]), mask, columns, ((picture,), ())), lr=1e-3)
+
+
+def seen(strategy: TorchStrategy, update: Update, share: np.ndarray) -> dict[str, Any]:
+    result = strategy.update(evolve(update, rows=update.rows.select(share)))
+    return {"norm": result.grad_norm, "weights": {n: t.clone() for n, t in strategy.weights()}}
+
+
 def build(case: Case, folder: Path, ranks: Ranks | None = None) -> TorchStrategy:
     options: dict[str, Any] = {
         "model": folder / ("tied" if case.tied else "untied"),
@@ -116,6 +134,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fsdp")
     for name in ("tied", "untied"):
         tiny_model(folder / name, vocab_size=VOCABULARY, tied=name == "tied")
+    tiny_vision_model(folder / "vision")
     return folder
 
 
@@ -207,6 +226,14 @@ def test_a_reference_is_sharded_without_an_optimizer(folder: Path, ranks: dict[s
     got = ranks["reference"]
     assert [rank["dtypes"] for rank in got] == [{"torch.bfloat16"}] * 2
     np.testing.assert_allclose(gather(rows, deal(rows, 2), [rank["answers"] for rank in got]), alone.logprobs(rows), rtol=0, atol=1e-2)
+
+
+def test_a_rank_without_images_trains_beside_one_with_some(folder: Path, ranks: dict[str, list[Any]]) -> None:
+    alone = seen(build(Case({**DOUBLE, "model": folder / "vision"}), folder), picture_update(folder), np.arange(2))
+    for rank in ranks["images"]:
+        assert rank["norm"] == pytest.approx(alone["norm"], rel=1e-9)
+        for name, weight in alone["weights"].items():
+            torch.testing.assert_close(rank["weights"][name], weight, rtol=0, atol=1e-7)
 
 
 def test_weights_stream_from_rank_0_in_buckets_under_every_name(folder: Path, ranks: dict[str, list[Any]]) -> None:
@@ -314,6 +341,9 @@ def first(me: Rank) -> dict[str, Any]:
             strategy.update(update(0))
         strategy.close()
     out["reference"] = reference(me)
+    strategy = me.build(Case({**DOUBLE, "model": me.folder / "vision"}))
+    out["images"] = seen(strategy, picture_update(me.folder), np.array([me.rank]))
+    strategy.close()
     out["stream"] = stream(me)
     out["told"] = failures(me)
     strategy = me.build(CASES["tied"])

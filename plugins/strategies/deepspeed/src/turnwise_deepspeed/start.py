@@ -47,7 +47,7 @@ def join(ranks: Ranks, device: torch.device) -> Any:
         fix = f"devices in device_mapping, or DS_ACCELERATOR={device.type}"
         raise MachineError(f"DeepSpeed drives the {kind} in this process and the role is on the {device.type}. Fix: {fix}")
     index = str(device.index or 0)
-    if os.environ.setdefault("LOCAL_RANK", index) != index:  # DeepSpeed reads its device there, at the start and later
+    if os.environ.setdefault("LOCAL_RANK", index) != index and device.type == "cuda":  # DeepSpeed reads its device there, again and again
         raise MachineError(f"this process already drives device {os.environ['LOCAL_RANK']} (LOCAL_RANK), the role is on device {index}")
     if not dist.is_initialized():
         dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)

@@ -23,7 +23,7 @@ class RowCache(Cache):
 
     def __init__(self, rows: int, capacity: int, model: torch.nn.Module) -> None:
         # Not the parent's: it holds the layers' storage, which this class replaces.
-        config: Any = model.config.get_text_config()  # type: ignore[operator]
+        config: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
         weight = next(model.parameters())
         self.layers: list[Any] = []
         self._eager = config._attn_implementation == "eager"

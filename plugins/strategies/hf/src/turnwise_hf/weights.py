@@ -26,8 +26,8 @@ def check_model(model: nn.Module) -> None:
     Refused by name: linear or sliding-window layers, an attention that takes no mask per row. Whatever else an architecture does (changes
     its logits after the head, keeps another kind of cache) shows in a trial of six tokens.
     """
-    config: Any = model.config.get_text_config()  # type: ignore[operator]
-    name = f"{type(model).__name__} ({model.config.model_type})"
+    config: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    name = f"{type(model).__name__} ({config.model_type})"
     layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None):
         layers.add("sliding_attention")

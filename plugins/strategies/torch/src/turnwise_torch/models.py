@@ -49,7 +49,7 @@ class ValueModel(nn.Module):
         super().__init__()
         self.backbone = backbone
         like = next(backbone.parameters())
-        self.value_head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, dtype=like.dtype)  # type: ignore[union-attr,arg-type]
+        self.value_head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, dtype=like.dtype)  # type: ignore[union-attr,arg-type,operator]
         # Zeros: the first values are 0, whatever the seed, and the first gradient reaches the head alone.
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)

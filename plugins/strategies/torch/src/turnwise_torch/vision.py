@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from attrs import frozen
-from torch import Tensor, nn
+from torch import Tensor
 
 from turnwise.errors import ConfigError, listed
 
@@ -79,7 +79,8 @@ class Vision:
         An image is a run of its number of tokens after the start-of-image token. Tokens of that id elsewhere were sampled: they are text.
         Raises ConfigError where a start is followed by another number of tokens, or an image is cut.
         """
-        mask, found = np.zeros(len(ids), np.bool_), []
+        mask = np.zeros(len(ids), np.bool_)
+        found: list[np.ndarray] = []
         if not images:
             return mask, found
         for start in np.flatnonzero((ids[:-1] == self._start) & (ids[1:] == self.token)) + 1:
