@@ -203,7 +203,13 @@ def panels(found: Mapping[tuple[str, str], Sequence[Line]], estimators: Sequence
                     panel.plot(x, y, color=COLOURS[estimator], linewidth=0.7, alpha=0.5)
                 if curves:
                     means = [statistics.mean(values) for values in zip(*(y for _, y in curves), strict=True)]
-                    panel.plot(curves[0][0], means, color=COLOURS[estimator], linewidth=2.2, label=f"{estimator} ({len(curves)} seeds)")
+                    panel.plot(
+                        curves[0][0],
+                        means,
+                        color=COLOURS[estimator],
+                        linewidth=2.2,
+                        label=f"{estimator}, {len(curves)} seed{'s' * (len(curves) > 1)}",
+                    )
             panel.set_title(NAMES[manager] if row == 0 else "")
             panel.grid(alpha=0.3)
             panel.set_ylim(-0.02, 1)

@@ -75,7 +75,7 @@ def main() -> None:
     os.chdir(ROOT)
     counted = Counted()
     chosen = [a for a in arguments if a != "--all"]
-    code = pytest.main(["-m", which, "--timeout", "600", *chosen], plugins=[counted])
+    code = pytest.main(["-m", which, "--timeout", "600", "-n", "2", "--dist", "loadfile", *chosen], plugins=[counted])
     print(f"\n{'engine':<12} {'version':<12} {'passed':>8}{'failed':>8}{'skipped':>8} {'seconds':>8}  skipped because")
     for name in sorted({*installed, *counted.outcomes}):
         outcome, why = counted.outcomes[name], "; ".join(sorted(counted.reasons[name]))

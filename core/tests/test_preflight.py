@@ -380,3 +380,87 @@ def test_several_training_processes_need_a_runtime_of_several(toy: Toy, monkeypa
     assert line.startswith("$.actor_train.device_mapping: 2 devices are as many training processes, and runtime 'local' has one process")
     assert "needs runtime ray" in line
     assert found(toy(), "actor_infer.device_mapping=[0, 1]") == Findings([], [])
+
+
+def test_devices_that_an_engine_cannot_divide_are_found_before_anything_starts(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the engine's own check does not speak of them."""
+    pairs = """
+from attrs import frozen
+from turnwise.testing.fakes import FakeBackend
+
+@frozen
+class Pairs:
+    def data_parallel_size(self, world):
+        if world % 2:
+            raise ValueError(f"{world} devices are not pairs")
+        return world // 2
+
+@turnwise.hookimpl
+def inference_backends():
+    return [Implementation("paired", FakeBackend, Pairs)]
+"""
+    monkeypatch.setattr(module, "visible_gpus", lambda: 8)
+    path = toy(plugins=plugin(tmp_path, pairs))
+    paired = "actor_infer.strategy_args={strategy_name: paired}"
+    line = only(found(path, paired, "actor_infer.device_mapping=[0, 1, 2]").config)
+    assert line == "$.actor_infer.device_mapping: 3 devices are not pairs. Fix: other sizes, or other devices"
+    assert found(path, paired, "actor_infer.device_mapping=[0, 1]").config == []
+
+
+def test_a_runtime_may_need_gpus_for_roles_without_device_mapping(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = """
+from turnwise.testing.fakes import FakeRuntime
+
+class OnGpus(FakeRuntime):
+    one_process = False
+
+    @staticmethod
+    def least_devices(config):
+        return 1
+
+@turnwise.hookimpl
+def runtimes():
+    return [Implementation("on_gpus", OnGpus)]
+"""
+    path = toy(plugins=plugin(tmp_path, runtime))
+    monkeypatch.setattr(module, "visible_gpus", lambda: 0)
+    needs = "{}: runtime 'on_gpus' gives a role without device_mapping 1 GPU, found 0".format
+    assert found(path, "runtime=on_gpus").machine == [needs("actor_train"), needs("actor_infer")]
+    monkeypatch.setattr(module, "visible_gpus", lambda: 1)
+    assert found(path, "runtime=on_gpus").machine == []
+
+
+def test_an_engine_that_cannot_sleep_is_refused_on_devices_that_it_shares(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the run would end at the first update, after its first rollout."""
+    awake = """
+from turnwise.testing.fakes import FakeBackend, FakeRuntime
+
+class Sleepless(FakeBackend):
+    @staticmethod
+    def cannot_sleep(config):
+        return "it has insomnia. Fix: rest: true"
+
+class Processes(FakeRuntime):
+    one_process = False
+
+    @staticmethod
+    def counts_devices(config):
+        return False
+
+@turnwise.hookimpl
+def inference_backends():
+    return [Implementation("sleepless", Sleepless)]
+
+@turnwise.hookimpl
+def runtimes():
+    return [Implementation("processes", Processes)]
+"""
+    monkeypatch.setattr(module, "visible_gpus", lambda: 8)
+    path = toy(plugins=plugin(tmp_path, awake))
+    sleepless = "actor_infer.strategy_args={strategy_name: sleepless}"
+    shared = ["actor_train.device_mapping=[1]", "actor_infer.device_mapping=[0, 1]"]
+    line = only(found(path, sleepless, *shared).config)
+    assert line == "$.actor_infer.device_mapping: actor_train uses device 1 in turns with it, and it has insomnia. Fix: rest: true"
+    assert found(path, sleepless, "actor_train.device_mapping=[2]", shared[1]).config == []
+    assert found(path, *shared).config == []
+    assert found(path, "runtime=processes", sleepless, *shared).config == []  # there the numbers are no GPUs of this machine

@@ -66,8 +66,8 @@ class InferenceBackend(Protocol):
     """Built as `Backend(config, context)`; all methods but `live` are coroutines of the driver's event loop.
 
     `input`: what requests carry. `transports`: how it can receive weights, best first (() for a player). Optional `receivers` (default 1):
-    how many engines read an offer, each for itself. Optional static `check`, as in
-    turnwise.contracts.train.
+    how many engines read an offer, each for itself; or a method that tells it for a transport. Optional static `check`, as in
+    turnwise.contracts.train. Optional static `cannot_sleep(config) -> str`: why `sleep` will be refused on GPUs, and the fix ("": it will not).
     """
 
     input: Literal["ids", "messages"]
@@ -108,3 +108,9 @@ class InferenceBackend(Protocol):
     async def close(self) -> None:
         """Release everything; may be called twice."""
         ...
+
+
+def receivers(backend: Any, transport: str) -> int:
+    """How many engines of the backend read an offer of `transport`."""
+    told = getattr(backend, "receivers", 1)
+    return int(told(transport) if callable(told) else told)

@@ -35,7 +35,10 @@ class RolePlan:
 
 
 class Handle(Protocol):
-    """A placed training strategy: every public method of the implementation, awaitable."""
+    """A placed training strategy: every public method of the implementation, awaitable.
+
+    Optional `async watch() -> None`, awaited while the pipeline waits for something else: it ends only with the error that a process of the
+    role is gone."""
 
     transports: tuple[str, ...]
     """The strategy's weight transports."""
@@ -53,6 +56,7 @@ class Runtime(Protocol):
     """Built as `Runtime(config, context)`.
 
     Optional static `counts_devices(config) -> bool`: False where the GPUs of this machine say nothing of those that `device_mapping` names.
+    Optional static `least_devices(config) -> int`: GPUs that a role without `device_mapping` gets; without it none are looked for.
     Optional `stage(plans, settings, chat, backend) -> Stage | None`: workers in which episodes are played (turnwise.rollout.stage); without
     it, or with None, they are played on the driver's event loop.
     """

@@ -119,6 +119,10 @@ class TrainStrategy(Protocol):
         """float32 [R]: log-prob of every sampled token."""
         ...
 
+    def base_logprobs(self, rows: Rows) -> np.ndarray:
+        """float32 [R]: as `logprobs`, with the adapters off; asked for only with `context.lora`, where the actor is its own reference."""
+        ...
+
     def values(self, rows: Rows) -> np.ndarray:
         """float32 [R]: the critic's value of the prefix before every sampled token."""
         ...

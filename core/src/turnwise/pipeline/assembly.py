@@ -279,6 +279,13 @@ def role_of(config: RunConfig, name: str) -> Role:
     return role
 
 
+def is_its_own_reference(config: RunConfig) -> bool:
+    """Whether a reference is needed, and is the actor with its adapters off: one of its own would load the same model in the same way."""
+    actor, reference = config.actor_train, role_of(config, "reference")
+    same = all(getattr(actor, key) == getattr(reference, key) for key in ("strategy_args", "model_args", "device_mapping"))
+    return needs_reference(config) and actor.model_args.lora_rank is not None and same
+
+
 def needs_reference(config: RunConfig) -> bool:
     """Whether a KL coefficient is positive, so that a reference is loaded and run."""
     return config.init_kl_coef > 0 or config.kl_loss_coef > 0

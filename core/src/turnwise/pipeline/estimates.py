@@ -12,7 +12,7 @@ from turnwise.config.relations import rows_per_update, token_budget
 from turnwise.config.schema import Choice, Role, RunConfig
 from turnwise.contracts.batch_adjust import AdjustContext
 from turnwise.errors import ConfigError, PluginError
-from turnwise.pipeline.assembly import build, needs_reference, planned_episodes, role_of
+from turnwise.pipeline.assembly import build, is_its_own_reference, needs_reference, planned_episodes, role_of
 from turnwise.pipeline.facts import BYTES, ModelFacts, find_config, read_facts
 from turnwise.pipeline.plan import rows_per_step
 from turnwise.plugins import registry
@@ -91,7 +91,7 @@ def memory(config: RunConfig, facts: ModelFacts, device: int) -> list[dict[str, 
     out: list[dict[str, Any]] = [{"role": "actor_infer", "phase": "sampling", **_sampling(config, facts, device)}]
     trained = {"actor_train": True, "critic": True, "reference": False}
     for name in ("reference", "actor_train", "critic"):
-        if (name == "reference" and not needs_reference(config)) or (name == "critic" and config.critic is None):
+        if (name == "reference" and (not needs_reference(config) or is_its_own_reference(config))) or (name == "critic" and config.critic is None):
             continue
         phase = "training" if trained[name] else "log-probs"
         out.append({"role": name, "phase": phase, **_training(config, role_of(config, name), facts, trained[name])})

@@ -1,4 +1,4 @@
-"""What surrounds a run: one run at a time in an output folder, and Ctrl-C as a request to stop at the next safe point."""
+"""What surrounds a run: one run at a time in an output folder, and what ends its waiting: Ctrl-C, and the end of a role."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import contextlib
 import fcntl
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from turnwise.errors import MachineError
 
@@ -47,3 +48,23 @@ def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
     finally:
         for name in installed:
             loop.remove_signal_handler(name)
+
+
+async def unless(work: Coroutine[Any, Any, Any], stop: asyncio.Event, watches: Iterable[Coroutine[Any, Any, None]]) -> tuple[bool, Any]:
+    """(True, the result of `work`), or (False, None) once `stop` is set. Raises what `work` raises, or a watch, which otherwise never ends.
+
+    What has not ended is cancelled."""
+    task, asked, alive = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait()), [asyncio.ensure_future(watch) for watch in watches]
+    every: list[asyncio.Future[Any]] = [task, asked, *alive]
+    try:
+        await asyncio.wait(every, return_when=asyncio.FIRST_COMPLETED)
+        for watch in alive:
+            if watch.done():
+                watch.result()
+        if task.done() and (task.exception() is not None or not stop.is_set()):
+            return True, task.result()
+    finally:
+        for one in every:
+            one.cancel()
+        await asyncio.gather(*every, return_exceptions=True)
+    return False, None

@@ -18,14 +18,15 @@ from turnwise.config.schema import Role, RunConfig
 from turnwise.contracts.batch_adjust import AdjustContext, BatchAdjust
 from turnwise.contracts.estimator import EstimatorContext
 from turnwise.contracts.group_filter import FilterContext
+from turnwise.contracts.inference import receivers
 from turnwise.data.batch import Batch, build_batch
 from turnwise.data.ops import trains
 from turnwise.data.rows import UpdateResult
 from turnwise.data.trajectory import Trajectory
 from turnwise.errors import CheckpointError, EngineError, TurnwiseError
-from turnwise.pipeline import advantages, assembly, checkpoint, correction, frames, guards, metrics, mock, report
+from turnwise.pipeline import advantages, assembly, checkpoint, correction, frames, guards, metrics, mock, report, transport
 from turnwise.pipeline.old_logprobs import OldLogProbs
-from turnwise.pipeline.residence import Residence
+from turnwise.pipeline.residence import OwnReference, Residence
 from turnwise.pipeline.tracking import Tracking
 from turnwise.pipeline.updates import plan_step, training_rows, updates
 from turnwise.rollout import RolloutResult
@@ -90,8 +91,10 @@ class Pipeline:
         self.chat = source.chat(self.model)
         self.actor = await self.runtime.place(assembly.role_plan(config, "actor_train", self.model, self.chat))
         self.backend = await self.runtime.place(assembly.role_plan(config, "actor_infer", self.model, self.chat))
-        self.reference = None
-        if assembly.needs_reference(config):
+        self.reference: Any = None
+        if assembly.is_its_own_reference(config):
+            self.reference = OwnReference(self.actor)
+        elif assembly.needs_reference(config):
             self.reference = await self.runtime.place(assembly.role_plan(config, "reference", self.model, self.chat))
         self.transport = self._choose_transport()
         self.estimator = assembly.build("advantage_estimator", config.adv_estimator, EstimatorContext(seed=config.seed))
@@ -116,16 +119,7 @@ class Pipeline:
         return built
 
     def _choose_transport(self) -> str:
-        theirs = self.actor.transports
-        usable = [t for t in self.backend.transports if t in theirs and (t != "shared" or self.runtime.one_process)]
-        if self.config.actor_train.model_args.dtype != self.config.actor_infer.model_args.dtype:
-            usable = [t for t in usable if t != "shared"]
-        if not usable:
-            raise EngineError(
-                f"actor_train offers weights by {list(theirs)}, actor_infer takes {list(self.backend.transports)}: no common transport. "
-                "Fix: choose a backend that can be trained; players serve `turnwise rollout` and `turnwise eval` only."
-            )
-        return usable[0]
+        return transport.choose(self.config, self.actor.transports, self.backend.transports, self.runtime.one_process)
 
     async def _restore(self, start: checkpoint.Checkpoint | None) -> int:
         first = 0
@@ -235,17 +229,12 @@ class Pipeline:
         return played
 
     async def _unless_stopped(self, work: Any, step: int) -> Any:
-        """Await `work`, which changes no weight; a stop asked for meanwhile cancels it, saves and ends the run."""
-        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
-        try:
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done() and (task.exception() is not None or not self._stop.is_set()):
-                return task.result()
-        finally:
-            for one in (task, stop):
-                one.cancel()
-            await asyncio.gather(task, stop, return_exceptions=True)
-        await self._interrupted(step)
+        """Await `work`, which changes no weight; a stop asked for meanwhile cancels it, saves and ends the run, and so does the end of a role."""
+        watches = [getattr(role, "watch", None) for role in (self.actor, self.reference, self.critic)]
+        done, value = await guards.unless(work, self._stop, [watch() for watch in watches if watch is not None])
+        if not done:
+            await self._interrupted(step)
+        return value
 
     def _clipped(self, played: list[Trajectory]) -> list[Trajectory]:
         bound = self.config.reward_clip
@@ -305,7 +294,7 @@ class Pipeline:
         timeout = self.config.actor_infer.weight_sync_timeout
         try:
             async with asyncio.timeout(timeout):
-                offer = await self.actor.call("offer", self.transport, version, getattr(self.backend, "receivers", 1))
+                offer = await self.actor.call("offer", self.transport, version, receivers(self.backend, self.transport))
                 await self.backend.pause()
                 _, now = await asyncio.gather(self.actor.call("send", offer), self.backend.receive(offer))
                 await self.backend.resume()

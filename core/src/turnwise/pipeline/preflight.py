@@ -45,6 +45,7 @@ def preflight(config: RunConfig, base: Path, lacks: Sequence[str] = ()) -> Findi
         wrong += _one_process(config, role)
         for line, machine in _role_problems(config, role, kind, choice):
             (lacks if machine else wrong).append(line)
+        wrong += [*_undividable(config, role, wrong), *_sleepless(config, role)]
     if (config.num_gpus_per_node or 0) > (gpus := visible_gpus()):
         lacks.append(f"num_gpus_per_node: {config.num_gpus_per_node} GPUs are expected, found {gpus}. Fix: the number there is, or remove the key")
     wrong += [
@@ -242,13 +243,44 @@ def _signature_problem(target: Any, choice: Choice) -> str:
 def _devices(config: RunConfig, role: str) -> list[str]:
     """GPUs that this machine lacks, where it is this machine's that the runtime would give to the role."""
     mapping = assembly.role_of(config, role).device_mapping
-    counts = getattr(_target("runtime", config.runtime), "counts_devices", None)
+    runtime = _target("runtime", config.runtime)
+    counts = getattr(runtime, "counts_devices", None)
     if counts is not None and not counts(config.runtime.config):
         return []
     found = visible_gpus()
     if mapping and max(mapping) >= found:
         return [f"{role}: device_mapping needs {max(mapping) + 1} GPU{'s' if max(mapping) else ''}, found {found}"]
+    ask = getattr(runtime, "least_devices", None)
+    least = 0 if mapping or ask is None else ask(config.runtime.config)
+    if least > found:
+        return [f"{role}: runtime {config.runtime.name!r} gives a role without device_mapping {least} GPU{'s' if least > 1 else ''}, found {found}"]
     return []
+
+
+def _undividable(config: RunConfig, role: str, told: Sequence[str]) -> list[str]:
+    """Devices that hold no whole number of the engine's copies, if the engine's own check has not told it."""
+    mapping, choice = assembly.role_of(config, role).device_mapping, assembly.role_of(config, role).strategy_args
+    size = getattr(choice.config if choice is not None else None, "data_parallel_size", None)
+    if not mapping or size is None:
+        return []
+    try:
+        size(len(mapping))
+    except ValueError as error:
+        return [] if any(str(error) in line for line in told) else [f"$.{role}.device_mapping: {error}. Fix: other sizes, or other devices"]
+    return []
+
+
+def _sleepless(config: RunConfig, role: str) -> list[str]:
+    """A training role on GPUs that the sampler does not leave when its turn is over."""
+    shared = set(assembly.role_of(config, role).device_mapping) & set(config.actor_infer.device_mapping)
+    counts = getattr(_target("runtime", config.runtime), "counts_devices", None)
+    ask = getattr(_target("inference_backend", config.actor_infer.strategy_args), "cannot_sleep", None)
+    if role == "actor_infer" or not shared or ask is None or (counts is not None and not counts(config.runtime.config)):
+        return []
+    assert config.actor_infer.strategy_args is not None
+    why = ask(config.actor_infer.strategy_args.config)
+    number = ", ".join(map(str, sorted(shared)))
+    return [f"$.actor_infer.device_mapping: {role} uses device {number} in turns with it, and {why}"] if why else []
 
 
 def _one_process(config: RunConfig, role: str) -> list[str]:

@@ -13,6 +13,18 @@ from turnwise.pipeline import assembly
 SAMPLER = "actor_infer"
 
 
+class OwnReference:
+    """The handle of a reference that is the actor with its adapters off."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """`logprobs` alone."""
+        assert method == "logprobs"
+        return await self._actor.call("base_logprobs", *args)
+
+
 class Residence:
     """`handles`: the placed training roles by name (None: not placed); `backend`: the sampling one. With `one_model` the sampler reads the
     trainer's own weights, and there is nothing of its own to move.
@@ -21,7 +33,7 @@ class Residence:
     """
 
     def __init__(self, config: RunConfig, handles: Mapping[str, Any], backend: InferenceBackend, *, one_model: bool = False) -> None:
-        self._handles = {name: handle for name, handle in handles.items() if handle is not None}
+        self._handles = {name: handle for name, handle in handles.items() if handle is not None and not isinstance(handle, OwnReference)}
         self._backend = backend
         devices = {name: set(assembly.role_of(config, name).device_mapping) for name in (*self._handles, SAMPLER)}
         if one_model:
@@ -38,10 +50,11 @@ class Residence:
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[None]:
         """The training role `name` is on its devices meanwhile."""
-        if self._shares[name]:
+        moves = self._shares.get(name, False)
+        if moves:
             await self._handles[name].call("onload")
         yield
-        if self._shares[name]:  # not after a failure: the run ends, and the role may not answer any more
+        if moves:  # not after a failure: the run ends, and the role may not answer any more
             await self._handles[name].call("offload")
 
     async def sleep(self) -> None:

@@ -28,7 +28,7 @@ def ask(member: int, turn: int = 0) -> Request:
 
 
 async def sync(handle: Any, backend: Any, version: int) -> int:
-    offer = await handle.call("offer", "fake", version, backend.receivers)
+    offer = await handle.call("offer", "fake", version, backend.receivers("fake"))
     await backend.pause()
     _, now = await asyncio.gather(handle.call("send", offer), backend.receive(offer))
     await backend.resume()
@@ -52,7 +52,7 @@ async def many(backend: Any) -> None:
 def test_a_trajectory_stays_on_one_engine_and_all_have_the_weights(place: Any, trainer: Any, sampler: Any) -> None:
     async def work(runtime: Any) -> None:
         handle, backend = await runtime.place(trainer()), await runtime.place(sampler((0, 1)))
-        assert backend.receivers == 2
+        assert backend.receivers("fake") == 2
         with pytest.raises(EngineError, match="before its first weights"):
             await backend.generate(ask(0))
         assert await sync(handle, backend, 4) == 4

@@ -42,7 +42,7 @@ def plan(environment: str = "fake_env", **options: Any) -> TagPlan:
 
 async def prepared(runtime: Any, trainer: Any, sampler: Any) -> Any:
     handle, backend = await runtime.place(trainer()), await runtime.place(sampler())
-    offer = await handle.call("offer", "fake", 1, backend.receivers)
+    offer = await handle.call("offer", "fake", 1, backend.receivers("fake"))
     await asyncio.gather(handle.call("send", offer), backend.receive(offer))
     return backend
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -11,11 +15,13 @@ import pytest
 
 pytest.importorskip("ray", reason="ray is not installed")
 
-from turnwise.contracts.train import TrainContext
+from turnwise.contracts.train import Ranks, TrainContext
 from turnwise.data.rows import Update
 from turnwise.errors import MachineError, TrainerError
 from turnwise.testing.fakes import FakeStrategy
 from turnwise.testing.synthetic import training_rows
+
+FAKES = str(Path(__file__).with_name("ray_fakes.py"))
 
 pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("cluster"), pytest.mark.filterwarnings("ignore")]
 
@@ -92,6 +98,24 @@ def test_the_failure_of_one_rank_is_told_with_its_name_and_cause(place: Any, tra
     assert took < 30
 
 
+def test_the_end_of_a_rank_that_nobody_asks_is_noticed(place: Any, trainer: Any, tmp_path: Path) -> None:
+    async def work(runtime: Any) -> str:
+        handle = await runtime.place(trainer((0, 1)))
+        watch = asyncio.ensure_future(handle.watch())
+        await handle.call("write", Path())
+        assert not watch.done()
+        os.kill(int((tmp_path / "1.txt").read_text().split()[2]), signal.SIGKILL)
+        with pytest.raises(TrainerError) as caught:
+            await asyncio.wait_for(watch, 30)
+        with pytest.raises(TrainerError, match="rank 1 of 2"):  # the role is lost, and says why
+            await handle.call("write", Path())
+        return str(caught.value)
+
+    text = place(work)
+    assert text.startswith("actor_train, rank 1 of 2 on ")
+    assert "the process died" in text
+
+
 def test_a_call_past_the_timeout_names_the_ranks_that_did_not_answer(place: Any, trainer: Any) -> None:
     async def work(runtime: Any) -> None:
         handle = await runtime.place(trainer((0, 1)))
@@ -120,3 +144,26 @@ def test_roles_of_one_device_share_its_place(place: Any, trainer: Any, sampler: 
         assert len(runtime._cluster._groups) == 2
 
     place(work)
+
+
+@pytest.mark.parametrize(("devices", "expected"), [((0,), "0"), ((), "1")])
+def test_a_rank_that_sees_one_gpu_is_told_that_its_number_is_0(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...], expected: str
+) -> None:
+    """Engines read the device's number in LOCAL_RANK, and a rank sees its own GPU alone; without one it is the place among the node's ranks."""
+    from turnwise.plugins import registry
+    from turnwise_ray.actors import Home, packed
+    from turnwise_ray.trainer import TrainRank
+
+    plugins = ("turnwise.testing.plugin", FAKES)
+    registry().declare(plugins)
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(logging.getLogger("turnwise"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("turnwise"), "propagate", True)
+    rank = TrainRank("rank")
+    home = Home(os.getcwd(), plugins, ".")
+    rank.start(home, packed(trainer()), Ranks(1, 2, 1, "127.0.0.1:1"), devices).unwrap("rank", TrainerError)
+    assert rank.call(True, "facts").value["LOCAL_RANK"] == expected

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
 import pytest
 
 from turnwise.config.convert import structure
+from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
+from turnwise.data.trajectory import int32
+from turnwise.errors import EngineError
 from turnwise_sglang import inference_backends
+from turnwise_sglang.backend import SglangBackend
 from turnwise_sglang.config import RUNTIME_BYTES, SglangConfig
 
 GB = 10**9
@@ -50,3 +58,41 @@ def test_a_pause_that_keeps_the_cache_of_old_weights_is_refused_with_the_reason(
 def test_it_runs_and_needs_no_sglang_in_this_interpreter() -> None:
     (record,) = inference_backends()
     assert record.requires == ("torch", "httpx2")
+
+
+class Chat:
+    """As much of a chat as is asked for before a server is."""
+
+    stop_ids = (2,)
+
+
+def backend(folder: Path, devices: tuple[int, ...] = (), **options: Any) -> SglangBackend:
+    (folder / "config.json").write_text('{"vocab_size": 32}', encoding="utf-8")
+    return SglangBackend(SglangConfig(**options), InferenceContext(folder, cast(Any, Chat()), devices=devices))
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "expected"),
+    [
+        ((), {}, ("shared_memory", "process_group", "safetensors")),
+        ((0,), {}, ("process_group", "shared_memory", "safetensors")),
+        ((0, 1), {"pp_size": 2}, ("shared_memory", "safetensors")),
+        ((0, 1), {"dp_size": 2}, ("safetensors",)),
+    ],
+)
+def test_weights_come_by_what_the_devices_and_the_engine_can(
+    tmp_path: Path, devices: tuple[int, ...], options: dict[str, int], expected: tuple[str, ...]
+) -> None:
+    assert backend(tmp_path, devices, **options).transports == expected
+
+
+def test_a_server_without_the_weights_of_the_one_before_it_is_not_sampled_from(tmp_path: Path) -> None:
+    from turnwise_sglang.link import Link
+
+    async def scene() -> None:
+        served = backend(tmp_path)
+        served._links.current = Link(cast(Any, None), None, bare=True)
+        with pytest.raises(EngineError, match="SGLang died and was started again; its weights had come by process_group"):
+            await served.generate(Request(0, GeneratingArgs(), 4, ids=int32([3])))
+
+    asyncio.run(scene())

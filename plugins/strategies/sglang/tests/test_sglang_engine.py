@@ -23,6 +23,7 @@ from turnwise.errors import ConfigError, EngineError
 from turnwise_sglang import fixtures
 from turnwise_sglang.backend import SglangBackend
 from turnwise_sglang.config import SglangConfig
+from turnwise_torch.broadcast import Broadcast, Hub
 from turnwise_torch.models import load_causal_lm
 from turnwise_torch.stream import Sender, buckets
 
@@ -65,6 +66,16 @@ async def streamed(backend: SglangBackend, version: int, model: int, named: list
     return version
 
 
+async def broadcast(backend: SglangBackend, sender: Broadcast, version: int, model: int) -> int:
+    """The weights of the model of `model` by a process group, a decoder layer at a time."""
+    state = load_causal_lm(fixtures.model(model), "fp32", "eager").state_dict()
+    sending = asyncio.create_task(asyncio.to_thread(sender.send, buckets(state.items(), 1)))
+    try:
+        return await backend.receive(Offer("process_group", version, sender.payload))
+    finally:
+        await asyncio.gather(sending, return_exceptions=True)
+
+
 def test_random_weights_are_not_sampled_from_before_the_first_update(life: Life) -> None:
     with pytest.raises(EngineError, match="load_format: dummy holds random weights"):
         life.run(life.backend.generate(ask()))
@@ -86,6 +97,38 @@ def test_log_probs_are_the_models_after_an_update_from_a_folder(life: Life, fold
     parity(life, 0, 0.7)
     with pytest.raises(EngineError, match="tensors were not offered"):
         life.run(life.backend.receive(Offer("safetensors", 3, {"folder": "/nowhere"})))
+    assert life.run(life.backend.receive(folder_offer(2, 0))) == 2
+
+
+def test_log_probs_are_the_models_after_updates_by_a_process_group(life: Life, folder_offer: Offers) -> None:
+    hub, groups = Hub("", torch.device("cpu"), 240.0), set()
+    for model in (1, 0):
+        assert life.run(broadcast(life.backend, hub.sender(1), 2, model)) == 2
+        parity(life, model, 0.7)
+        groups.add(hub.name)
+    assert len(groups) == 1, "the group is kept from update to update"
+    hub.close()
+    other = Hub("", torch.device("cpu"), 60.0)  # as a trainer that was started again
+    assert life.run(broadcast(life.backend, other.sender(1), 2, 1)) == 2
+    parity(life, 1, 1.0)
+    other.close()
+
+
+def test_a_process_group_without_its_trainer_or_with_an_absent_partner_ends_in_one_error(life: Life, folder_offer: Offers) -> None:
+    hub = Hub("", torch.device("cpu"), 3.0)
+    gone = hub.sender(1)
+    gone.close()
+    with pytest.raises(EngineError, match=r"weight update: the trainer's offer at 127\.0\.0\.1:\d+ is gone"):
+        life.run(life.backend.receive(Offer("process_group", 2, gone.payload)))
+    with pytest.raises(EngineError, match="failed half-way, so nothing may be sampled"):
+        life.run(life.backend.generate(ask()))
+    begun = time.monotonic()
+    with pytest.raises(EngineError, match="weight update: the trainer stopped sending"):
+        life.run(broadcast(life.backend, hub.sender(2), 2, 1))
+    assert time.monotonic() - begun < 15
+    assert life.run(broadcast(life.backend, hub.sender(1), 2, 1)) == 2
+    parity(life, 1, 1.0)
+    hub.close()
     assert life.run(life.backend.receive(folder_offer(2, 0))) == 2
 
 
@@ -296,6 +339,21 @@ def test_a_killed_server_is_replaced_with_its_weights_and_its_requests_are_answe
         assert after.ids.tolist() == before.ids.tolist()
         assert set(after.versions.tolist()) == {8}
         assert differences(request, after, 0.7, 1).max() < ATOL
+
+
+@pytest.mark.matrix
+def test_a_server_killed_after_a_process_group_update_serves_again_with_the_next(life: Life) -> None:
+    async def scene() -> None:
+        hub = Hub("", torch.device("cpu"), 120.0)
+        await broadcast(life.backend, hub.sender(1), 9, 0)
+        os.kill(life.backend._links.current.server.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="its weights had come by process_group, which keeps no copy"):
+            await life.backend.generate(ask())
+        assert await broadcast(life.backend, hub.sender(1), 10, 1) == 10
+        hub.close()
+
+    life.run(scene())
+    parity(life, 1, 0.7)
 
 
 def test_closing_stops_the_server_and_all_that_it_started(life: Life) -> None:

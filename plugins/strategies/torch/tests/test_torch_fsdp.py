@@ -28,6 +28,7 @@ from turnwise.data.dealing import deal, gather, merge_results
 from turnwise.data.rows import Rows, Update
 from turnwise.errors import CheckpointError
 from turnwise.testing.synthetic import training_rows
+from turnwise_torch.broadcast import Member
 from turnwise_torch.config import FsdpConfig, TorchConfig
 from turnwise_torch.fixtures import tiny_model, tiny_vision_model
 from turnwise_torch.models import VALUE_HEAD_FILE
@@ -371,21 +372,26 @@ def reference(me: Rank) -> dict[str, Any]:
 
 def stream(me: Rank) -> dict[str, torch.Tensor]:
     strategy = me.build(Case({"dtype": "bf16", "bucket_bytes": 5000}))
-    offer = strategy.offer("shared_memory", 1)
-    read: dict[str, torch.Tensor] = {}
-
-    def read_all() -> None:
-        read.update((name, tensor.clone()) for bucket in receive(offer.payload, 30) for name, tensor in bucket)
-
-    reader = threading.Thread(target=read_all)
-    if me.rank == 0:
-        reader.start()
-    strategy.send(offer)
-    if me.rank == 0:
-        reader.join()
-    assert "shared" not in strategy.transports
+    ways = {"shared_memory": receive, "process_group": Member(torch.device("cpu")).receive}
+    assert strategy.transports == (*ways, "safetensors")
+    reads: list[dict[str, torch.Tensor]] = []
+    for transport, way in ways.items():
+        offer = strategy.offer(transport, 1)
+        reader = threading.Thread(
+            target=lambda way=way, offer=offer: reads.append({name: tensor.clone() for bucket in way(offer.payload, 30) for name, tensor in bucket})
+        )
+        if me.rank == 0:
+            reader.start()
+        strategy.send(offer)
+        if me.rank == 0:
+            reader.join()
     strategy.close()
-    return read
+    if me.rank:
+        return {}
+    one, other = reads
+    assert list(one) == list(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    return one
 
 
 def failures(me: Rank) -> dict[str, str]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from turnwise.data.rows import Rows
+from turnwise_torch import head as head_module
 from turnwise_torch import models
 from turnwise_torch.head import chunked_log_probs, token_log_probs
 from turnwise_torch.microbatch import Layout
@@ -103,3 +107,33 @@ def test_samples_without_a_wanted_response_token_are_left_out() -> None:
     assert [g.tolist() for g in layout.cut(8, None)] == [[0, 2]]
     assert [g.tolist() for g in layout.cut(8, None, wanted=np.array([False, True]))] == [[2]]
     assert list(layout.cut(8, None, wanted=np.array([False, False]))) == []
+
+
+def test_cut_cross_entropy_is_asked_for_log_probs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels need a GPU: a stand-in with its signature, by plain torch, shows what it is given and what is made of its answer."""
+    asked: list[dict[str, Any]] = []
+
+    def linear_cross_entropy(e: torch.Tensor, c: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+        asked.append(options)
+        return torch.nn.functional.cross_entropy(e.float() @ c.float().T, targets, reduction="none")
+
+    stand_in = types.ModuleType("cut_cross_entropy")
+    stand_in.linear_cross_entropy = linear_cross_entropy  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", stand_in)
+    monkeypatch.setattr(head_module, "fused_head", lambda hidden, head, temperature: temperature == 1)
+    hidden, targets = torch.randn(7, 8, dtype=torch.float64), torch.arange(7)
+    head = torch.nn.Linear(8, 11, bias=False, dtype=torch.float64)
+    fused, none = head_module.chunked_log_probs(hidden, head, targets, 1.0)
+    chunked, entropy = head_module.chunked_log_probs(hidden, head, targets, 1.0, entropy=True)
+    assert none is None
+    assert entropy is not None
+    assert asked == [{"reduction": "none", "filter_eps": None}]
+    torch.testing.assert_close(fused.double(), chunked, atol=1e-6, rtol=0)
+    head_module.chunked_log_probs(hidden, head, targets, 0.7)
+    assert len(asked) == 1
+
+
+def test_the_fused_head_is_for_16_bits_on_a_gpu() -> None:
+    head = torch.nn.Linear(4, 5, bias=False)
+    assert not head_module.fused_head(torch.zeros(2, 4), head, 1.0)
+    assert not head_module.fused_head(torch.zeros(2, 4, dtype=torch.bfloat16), head, 1.0)

@@ -312,7 +312,7 @@ def test_weights_on_disk_are_a_model_folder_that_the_next_offer_replaces(build: 
 
 
 def test_an_unknown_transport_is_told(build: Build) -> None:
-    with pytest.raises(TrainerError, match=r"no transport 'nccl'\. It has: shared, shared_memory, safetensors"):
+    with pytest.raises(TrainerError, match=r"no transport 'nccl'\. It has: shared, shared_memory, process_group, safetensors"):
         build().offer("nccl", 0)
 
 

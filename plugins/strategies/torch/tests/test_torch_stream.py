@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
+import tempfile
 import threading
 from pathlib import Path
 
@@ -114,3 +117,31 @@ def test_an_offer_that_is_gone_is_told() -> None:
     sender.close()
     with pytest.raises(EngineError, match="is gone"):
         next(receive(sender.payload, 1))
+
+
+def test_a_host_without_room_in_its_shared_memory_is_told_before_a_byte_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing to memory that the system cannot give ends a process by a signal; /dev/shm of a container has 64 MB."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    sender = Sender(receivers=1, timeout=10)
+    reader = threading.Thread(target=_read_until_the_end, args=(sender.payload,))
+    reader.start()
+    with pytest.raises(TrainerError, match=r"no room for a bucket of \d+ MB in .*Fix: .*model_update_buffer_size_mb"):
+        sender.send(buckets(weights(), 10**6))
+    reader.join(10)
+
+
+def _read_until_the_end(payload: dict[str, str]) -> None:
+    with pytest.raises(EngineError):
+        list(receive(payload, 10))
+
+
+def test_a_temporary_folder_with_a_long_name_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of a unix socket has at most 107 bytes."""
+    long = tmp_path / ("n" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    Sender(receivers=1, timeout=1).close()

@@ -44,12 +44,13 @@ class Lab:
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
         return model
 
-    async def send(self, named: Any, size: int = 20_000) -> int:
-        """Stream named tensors as the next version; the sender's thread ends with it."""
+    async def send(self, named: Any, size: int = 20_000, sender: Any = None) -> int:
+        """Stream named tensors as the next version, by shared memory or what `sender` sends by; its thread ends with it."""
         from turnwise_torch.stream import Sender, buckets
 
         self.version += 1
-        sender = Sender(self.backend.receivers, 120)
+        transport = "shared_memory" if sender is None else "process_group"
+        sender = sender or Sender(self.backend.receivers, 120)
         errors: list[BaseException] = []
 
         def work() -> None:
@@ -61,7 +62,7 @@ class Lab:
         thread = threading.Thread(target=work)
         thread.start()
         try:
-            return await self.backend.receive(Offer("shared_memory", self.version, sender.payload))
+            return await self.backend.receive(Offer(transport, self.version, sender.payload))
         finally:
             sender.close()
             thread.join(30)

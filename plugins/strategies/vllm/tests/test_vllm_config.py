@@ -227,3 +227,12 @@ def test_every_run_of_image_tokens_becomes_one() -> None:
         collapsed(ids, 9, 1)
     with pytest.raises(EngineError, match="takes text only"):
         collapsed(ids, None, 1)
+
+
+def test_weights_go_from_gpu_to_gpu_first_and_through_shared_memory_on_a_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def transports(devices: tuple[int, ...], cpu: bool) -> tuple[str, ...]:
+        monkeypatch.setattr("turnwise_vllm.backend.cpu_build", lambda: cpu)
+        return VllmBackend(VllmConfig(), InferenceContext(folder, Letters(), devices=devices)).transports  # type: ignore[arg-type]
+
+    assert transports((), True)[0] == transports((0,), True)[0] == transports((), False)[0] == "shared_memory"
+    assert transports((0,), False) == ("process_group", "shared_memory", "safetensors")

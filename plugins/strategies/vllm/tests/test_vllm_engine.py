@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,46 @@ def test_a_trainer_that_stops_sending_is_told_and_the_next_update_serves(lab: An
     request = lab.request(8)
     (answer,) = lab.ask(request)
     assert lab.off(models(1), request, answer) < CLOSE
+
+
+def test_weights_come_by_a_process_group_update_after_update(lab: Any, models: Models) -> None:
+    import torch
+
+    from turnwise_torch.broadcast import Hub
+
+    hub = Hub("", torch.device("cpu"), 60.0)
+    groups = set()
+    for seed in (2, 1):
+        assert lab.runner.run(lab.send(models(seed).state_dict().items(), sender=hub.sender(lab.backend.receivers))) == lab.version
+        request = lab.request(11)
+        (answer,) = lab.ask(request)
+        assert lab.off(models(seed), request, answer) < CLOSE
+        groups.add(hub.name)
+    assert len(groups) == 1, "the group is kept from update to update"
+    hub.close()
+
+
+def test_a_process_group_without_its_trainer_or_with_an_absent_partner_ends_in_one_error(lab: Any, models: Models) -> None:
+    import torch
+
+    from turnwise_torch.broadcast import Hub
+
+    hub = Hub("", torch.device("cpu"), 2.0)
+    gone = hub.sender(1)
+    gone.close()
+    with pytest.raises(EngineError, match=r"^vLLM failed: weight update: the trainer's offer at 127\.0\.0\.1:\d+ is gone"):
+        lab.runner.run(lab.backend.receive(Offer("process_group", lab.version + 1, gone.payload)))
+    begun = time.monotonic()
+    with pytest.raises(EngineError, match=r"^vLLM failed: weight update: the trainer stopped sending"):
+        lab.runner.run(lab.send(models(2).state_dict().items(), sender=hub.sender(2)))
+    assert time.monotonic() - begun < 10
+    with pytest.raises(EngineError, match="mixture of weights"):
+        lab.ask(lab.request())
+    lab.runner.run(lab.send(models(2).state_dict().items(), sender=hub.sender(1)))
+    request = lab.request(12)
+    (answer,) = lab.ask(request)
+    assert lab.off(models(2), request, answer) < CLOSE
+    hub.close()
 
 
 def test_weights_of_a_folder_without_the_tied_head(lab: Any, models: Models) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
+from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request, receivers
 from turnwise.contracts.runtime import RolePlan, RuntimeContext
 from turnwise.contracts.train import TrainContext
 from turnwise.data.rows import Update
@@ -85,7 +85,7 @@ def test_a_placed_backend_is_a_backend(implementation: Subject, runner: asyncio.
     backend = runner.run(runtime.place(plan))
     assert backend.input == "ids"
     assert tuple(backend.transports) == FakeBackend.transports
-    offer = runner.run(handle.call("offer", "fake", 1, getattr(backend, "receivers", 1)))
+    offer = runner.run(handle.call("offer", "fake", 1, receivers(backend, "fake")))
     runner.run(backend.pause())
 
     async def update() -> int:

@@ -109,11 +109,13 @@ class RayBackend(Router):
         for member in self._present():
             member.actor.live.remote(self._live)
 
-    @property
-    def receivers(self) -> int:
-        """How many readers the next offer has: the engines beside the trainer, and one relay for each other node."""
+    def receivers(self, transport: str) -> int:
+        """How many readers the next offer has: the engines, of which those on another node share a relay where the transport ends at its node."""
         self._reading = self._present()
-        near, far = self._by_node(self._reading)
+        return self._readers(self._reading, transport)
+
+    def _readers(self, members: Sequence[_Member], transport: str) -> int:
+        near, far = self._by_node(members, transport)
         return sum(member.readers for member in near) + len(far)
 
     async def receive(self, offer: Offer) -> int:
@@ -197,9 +199,9 @@ class RayBackend(Router):
             if isinstance(error, BaseException) and not isinstance(error, EngineLost):
                 raise error
 
-    def _by_node(self, members: Sequence[_Member]) -> tuple[list[_Member], dict[str, list[_Member]]]:
-        """The engines on the trainer's node, and the others by node."""
-        trainer = self._trainer()
+    def _by_node(self, members: Sequence[_Member], transport: str) -> tuple[list[_Member], dict[str, list[_Member]]]:
+        """The engines that read the trainer's offer themselves, and by node the others, which need a relay."""
+        trainer = self._trainer() if transport == TRANSPORT else None
         far: dict[str, list[_Member]] = {}
         for member in members:
             if trainer is not None and member.node != trainer.node:
@@ -207,7 +209,7 @@ class RayBackend(Router):
         return [member for member in members if trainer is None or member.node == trainer.node], far
 
     async def _deliver(self, offer: Offer, members: Sequence[_Member]) -> None:
-        near, far = self._by_node(members) if offer.transport == TRANSPORT else (list(members), {})
+        near, far = self._by_node(members, offer.transport)
         async with self._receiving:
             await asyncio.gather(
                 *(self._receive(member, offer) for member in near), *(self._relay(node, there, offer) for node, there in far.items())
@@ -283,11 +285,12 @@ class RayBackend(Router):
         trainer = self._trainer()
         if not self.transports:
             self._join([member])
-        elif self._synced and not self._asleep and trainer is not None:
-            near, far = self._by_node([member])
-            if await trainer.again(sum(one.readers for one in near) + len(far), lambda offer: self._deliver(offer, [member])):
-                log.warning("%s.%d has the current weights again", self.role, member.number)
-                self._join([member])
+            return
+        if not self._synced or self._asleep or trainer is None:
+            return
+        if await trainer.again(lambda transport: self._readers([member], transport), lambda offer: self._deliver(offer, [member])):
+            log.warning("%s.%d has the current weights again", self.role, member.number)
+            self._join([member])
 
     def _lost(self, member: _Member, cause: str) -> None:
         text = f"{self.role}.{member.number} died more than max_restarts: {self._config.max_restarts} times. Last cause: {cause}"

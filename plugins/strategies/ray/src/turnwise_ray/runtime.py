@@ -39,6 +39,11 @@ class RayRuntime:
         """Whether `device_mapping` names GPUs of this machine: not on CPU processes, and not where the cluster is elsewhere."""
         return config is None or (config.device != "cpu" and config.address is None)
 
+    @staticmethod
+    def least_devices(config: RayConfig | None) -> int:
+        """GPUs of a role without `device_mapping`: with `auto` those that there are, which may be none."""
+        return int(config is not None and config.device == "gpu")
+
     async def place(self, plan: RolePlan) -> RayHandle | RayBackend:
         """Build the role in its processes. Raises what they raised, or MachineError (no cluster, no room)."""
         await self._cluster.start()

@@ -25,6 +25,7 @@ from turnwise_ray.cluster import Cluster, Seat
 GRACE_SECONDS = 5.0
 """After the first failure of a rank: how long the others may take to tell theirs, which may be the cause."""
 CLOSE_SECONDS = 30.0
+WATCH_SECONDS = 5.0
 
 
 class TrainRank(Process):
@@ -44,7 +45,8 @@ class TrainRank(Process):
     def _start(self, home: Home, plan: bytes, ranks: Ranks, devices: tuple[int, ...]) -> Any:
         host, _, port = ranks.address.rpartition(":")
         # What engines read that expect a launcher; what the user set stays.
-        launched = {"RANK": ranks.rank, "WORLD_SIZE": ranks.size, "LOCAL_RANK": ranks.local_rank, "MASTER_ADDR": host, "MASTER_PORT": port}
+        device = devices[0] if devices else ranks.local_rank  # engines take LOCAL_RANK for the number of their GPU, of which each rank sees one
+        launched = {"RANK": ranks.rank, "WORLD_SIZE": ranks.size, "LOCAL_RANK": device, "MASTER_ADDR": host, "MASTER_PORT": port}
         for name, value in launched.items():
             os.environ.setdefault(name, str(value))
         home.enter()
@@ -92,7 +94,8 @@ class RayHandle:
             meets = await self._met()
             self.node = meets[0][0]
             hosts = [node for node, _, _ in meets]
-            alone = len(set(hosts)) == 1
+            # Engines on other nodes find the first rank there, too.
+            alone = sum(bool(node["Alive"]) for node in ray.nodes()) == 1
             address = f"{'127.0.0.1' if alone else meets[0][1]}:{meets[0][2]}"
             calls = [
                 rank.start.remote(self._home, plan, Ranks(number, len(seats), hosts[:number].count(hosts[number]), address), (0,) if seat.gpu else ())
@@ -140,8 +143,20 @@ class RayHandle:
                 self._offloaded = method == "offload"
             return value
 
-    async def again(self, receivers: int, receive: Callable[[Offer], Awaitable[Any]]) -> bool:
+    async def watch(self) -> None:
+        """Ask all ranks every WATCH_SECONDS whether they are there. Raises TrainerError for one that is gone, and so does every later call."""
+        while True:
+            for rank, place in zip(self._ranks, self._places, strict=True):
+                try:
+                    await result(rank.node.remote())
+                except ray.exceptions.RayError as error:
+                    self._broken = self._broken or TrainerError(f"{self.role}, {place}: the process died. {death(error)}")
+                    raise self._broken from error
+            await asyncio.sleep(WATCH_SECONDS)
+
+    async def again(self, receivers: Callable[[str], int], receive: Callable[[Offer], Awaitable[Any]]) -> bool:
         """Send the weights of the last offer once more, to backends that came later. False: they have changed since, the next offer will do.
+        `receivers`: how many read an offer of a transport.
 
         Raises TurnwiseError; the strategy itself goes on."""
         while True:
@@ -154,7 +169,7 @@ class RayHandle:
                 back = self._offloaded
                 if back:
                     await self._call("onload")
-                offer = await self._call("offer", *self._fresh, receivers)
+                offer = await self._call("offer", *self._fresh, receivers(self._fresh[0]))
                 done = await asyncio.gather(self._call("send", offer), receive(offer), return_exceptions=True)
                 if back:
                     await self._call("offload")
@@ -166,7 +181,7 @@ class RayHandle:
     async def _call(self, method: str, *args: Any) -> Any:
         if self._broken is not None:
             raise self._broken
-        if method in ("logprobs", "values", "update"):
+        if method in ("logprobs", "base_logprobs", "values", "update"):
             return await self._dealt(method, args[0])
         args = tuple(arg.absolute() if isinstance(arg, Path) else arg for arg in args)
         answers = await self._all([rank.call.remote(number == 0, method, *args) for number, rank in enumerate(self._ranks)], method)

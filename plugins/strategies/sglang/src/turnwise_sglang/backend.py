@@ -19,8 +19,9 @@ from turnwise.errors import ConfigError, EngineError, listed
 from turnwise_sglang import weights
 from turnwise_sglang.answers import Limits, StopStrings, body, generation, number
 from turnwise_sglang.api import Gone
-from turnwise_sglang.arguments import argument_problems, machine_problem
+from turnwise_sglang.arguments import argument_problems, device, machine_problem
 from turnwise_sglang.config import SglangConfig
+from turnwise_sglang.group import from_group
 from turnwise_sglang.link import Link, Links
 
 TRIES = 4
@@ -35,7 +36,7 @@ class SglangBackend:
     """
 
     input: Literal["ids", "messages"] = "ids"
-    transports: tuple[str, ...] = ("shared_memory", "safetensors")
+    transports: tuple[str, ...] = ("shared_memory", "process_group", "safetensors")
     receivers = 1
 
     def __init__(self, config: SglangConfig, context: InferenceContext) -> None:
@@ -50,6 +51,10 @@ class SglangBackend:
             )
         if config.dp_size > 1:
             self.transports = ("safetensors",)  # SGLang updates from tensors in one copy only
+        elif config.pp_size > 1:
+            self.transports = ("shared_memory", "safetensors")  # SGLang numbers the ranks of a group by tensor parallel rank alone
+        elif device(config, context) != "cpu":
+            self.transports = ("process_group", "shared_memory", "safetensors")  # from GPU to GPU, past the hosts' memory
         self._config, self._context, self._model = config, context, context.model
         self._chat: Chat = context.chat
         self._limits = Limits(context.sequence_length, _vocabulary(context.model))
@@ -79,6 +84,12 @@ class SglangBackend:
             problems.append(f"machine: the environment variable {config.api_key_env} (strategy_config.api_key_env) is not set")
         return problems
 
+    @staticmethod
+    def cannot_sleep(config: SglangConfig) -> str:
+        """Why `sleep` will be refused on GPUs."""
+        fix = "Fix: strategy_config: {enable_memory_saver: true}, or devices of its own"
+        return "" if config.enable_memory_saver else f"SGLang keeps its memory while it sleeps. {fix}"
+
     async def generate(self, request: Request) -> Generation:
         """Sample one response; sent again, with its seed, to a server that takes the place of a dead one. Raises EngineError."""
         if self._asleep:
@@ -95,7 +106,8 @@ class SglangBackend:
         """SGLang batches what is there at every token; it needs no count."""
 
     async def receive(self, offer: Offer) -> int:
-        """Serve the offered weights: `shared_memory` (turnwise_torch.stream) or `safetensors` (payload `folder`). Raises EngineError.
+        """Serve the offered weights: `shared_memory` (turnwise_torch.stream), `process_group` (turnwise_torch.broadcast) or `safetensors`
+        (payload `folder`). Raises EngineError.
 
         Between two tokens: responses in progress are computed again from their ids with the new weights (`retract`) or sampled anew
         (`abort`). Returns the version that the server tells.
@@ -112,7 +124,7 @@ class SglangBackend:
             link = await self._update(link, offer)
             await link.api.call("/flush_cache")
             version = number((await link.api.get("/model_info"))["weight_version"])
-            self._version, self._broken = version, ""
+            self._version, self._broken, link.bare = version, "", False
         except Gone as error:
             raise EngineError(f"SGLang died in the weight update to version {offer.version}: {error}") from error
         finally:
@@ -141,7 +153,7 @@ class SglangBackend:
     async def sleep(self) -> None:
         """Give the device memory back, with `enable_memory_saver`. Raises EngineError on a device without it."""
         if not self._config.enable_memory_saver and self._context.devices:
-            raise EngineError("SGLang keeps its memory while it sleeps. Fix: strategy_config: {enable_memory_saver: true}, or devices of its own")
+            raise EngineError(self.cannot_sleep(self._config))
         self._asleep = True
         if self._config.enable_memory_saver and (link := self._links.current) is not None:
             await link.api.call("/flush_cache")
@@ -191,7 +203,10 @@ class SglangBackend:
             raise EngineError(f"{self._broken}, so nothing may be sampled from it. Fix: send the weights again")
         if self._config.load_format == "dummy" and self._version is None:
             raise EngineError("load_format: dummy holds random weights until the trainer's arrive. Fix: load_format: auto to play without a trainer")
-        return await self._links.get()
+        link = await self._links.get()
+        if link.bare:
+            raise EngineError("SGLang died and was started again; its weights had come by process_group, which keeps no copy. Fix: send them again")
+        return link
 
     async def _sampled(self, link: Link, told: dict[str, Any], request: Request) -> tuple[dict[str, Any], int | None]:
         """The server's last answer, and how many of its ids a stop string leaves (None: it did not end the response)."""
@@ -232,6 +247,8 @@ class SglangBackend:
     async def _update(self, link: Link, offer: Offer) -> Link:
         """Bring the weights to the server and, where one may have to be replaced, into the copy that it would start from."""
         kept, timeout = self._links.kept, self._context.weight_sync_timeout
+        if offer.transport == "process_group":
+            return await self._grouped(link, offer)
         if kept is not None:
             kept.begin()
         if offer.transport == "safetensors":
@@ -253,6 +270,17 @@ class SglangBackend:
         if kept is not None:
             kept.commit(offer.version)
         return link if alive else await self._replaced(link, Gone("in a weight update"))
+
+    async def _grouped(self, link: Link, offer: Offer) -> Link:
+        """Bring the weights to the server past this process; no copy of them is kept."""
+        if self._links.kept is not None:
+            self._links.kept.passed_by()
+        try:
+            await from_group(link, offer, weights.Names(weights.shapes(self._model)), self._context.weight_sync_timeout)
+        except Gone as error:
+            await self._links.lost(link, error)  # the next update finds another in its place
+            raise
+        return link
 
     async def _replaced(self, link: Link, cause: Gone) -> Link:
         """The server that took the place of `link`, with the weights that were kept last, paused."""

@@ -13,7 +13,7 @@ from turnwise.contracts.inference import InferenceContext
 from turnwise.errors import ConfigError, EngineError
 from turnwise_sglang import weights
 from turnwise_sglang.api import Api, Gone
-from turnwise_sglang.arguments import environment, interpreter, server_arguments
+from turnwise_sglang.arguments import device, environment, interpreter, server_arguments
 from turnwise_sglang.config import SglangConfig
 from turnwise_sglang.server import Server, free_port
 
@@ -23,12 +23,19 @@ GRACE = 10.0
 
 @define(eq=False)
 class Link:
-    """One server: how to call it, how many tensor parallel ranks it has, its process if it is ours. `lost`: it is of no use any more."""
+    """One server: how to call it, how many tensor parallel ranks it has, its process if it is ours. `lost`: it is of no use any more.
+
+    `device`: cpu or cuda. `group`: the process group that its ranks share with the trainer. `bare`: it took the place of another and lacks that
+    one's weights.
+    """
 
     api: Api
     server: Server | None
     ranks: int = 1
     lost: bool = False
+    device: str = "cpu"
+    group: str = ""
+    bare: bool = False
 
 
 class Links:
@@ -110,6 +117,7 @@ class Links:
         fresh = await self._started()
         if self.kept is not None and self.kept.folder is not None:
             await weights.from_folder(fresh.api, self.kept.folder, self.kept.version, self._context.weight_sync_timeout)
+        fresh.bare = self.kept is not None and self.kept.elsewhere
         return fresh
 
     async def _started(self) -> Link:
@@ -123,7 +131,7 @@ class Links:
             await api.close()
             await asyncio.to_thread(server.stop, 0.0, True)
             raise
-        return Link(api, server, config.tp_size)
+        return Link(api, server, config.tp_size, device="cpu" if device(config, context) == "cpu" else "cuda")
 
     async def _wait(self, server: Server, api: Api) -> None:
         deadline = time.monotonic() + self._config.start_timeout
@@ -153,7 +161,7 @@ class Links:
         except BaseException:
             await api.close()
             raise
-        return Link(api, None, int(facts.get("tp_size") or 1))
+        return Link(api, None, int(facts.get("tp_size") or 1), device="cuda" if facts.get("device") == "cuda" else "cpu")
 
 
 def _seen(task: asyncio.Task[Link]) -> None:

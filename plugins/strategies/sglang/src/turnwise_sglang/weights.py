@@ -74,6 +74,8 @@ class Kept:
         self._next: Path | None = None
         self.folder: Path | None = None
         self.version = 0
+        self.elsewhere = False
+        """Whether the last weights came without passing here, so that there is no copy of them."""
 
     def begin(self) -> None:
         """What follows is a new set of weights."""
@@ -97,7 +99,13 @@ class Kept:
     def commit(self, version: int) -> None:
         """From now on these are the last weights."""
         previous, self.folder, self._next, self.version = self.folder, self._next, None, version
+        self.elsewhere = False
         self._drop(previous)
+
+    def passed_by(self) -> None:
+        """The last weights are ones that were not kept; the copy of older ones is of no use."""
+        self._drop(self.folder)
+        self.folder, self.elsewhere = None, True
 
     def close(self) -> None:
         """Delete everything; may be called twice."""

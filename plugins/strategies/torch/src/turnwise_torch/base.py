@@ -18,6 +18,7 @@ from turnwise.contracts.train import Offer, TrainContext
 from turnwise.data.rows import Rows, Update, UpdateResult
 from turnwise.errors import ConfigError, TrainerError
 from turnwise_torch import lora, models
+from turnwise_torch.broadcast import Broadcast, Hub
 from turnwise_torch.export import remove, write_model
 from turnwise_torch.guard import out_of_memory_told
 from turnwise_torch.head import token_log_probs, token_values
@@ -36,7 +37,7 @@ class ModelStrategy:
     with fewer adds micro-batches of coefficient zero.
     """
 
-    transports: tuple[str, ...] = ("shared_memory", "safetensors")
+    transports: tuple[str, ...] = ("shared_memory", "process_group", "safetensors")
     logits_chunk = 0
     model: nn.Module
 
@@ -50,7 +51,8 @@ class ModelStrategy:
         if self.vision is not None and context.use_sequence_packing:
             raise ConfigError(f"{context.role}.use_sequence_packing: a vision-language model is not packed. Fix: use_sequence_packing: false")
         self._updates = 0
-        self._sender: Sender | None = None
+        self._sender: Sender | Broadcast | None = None
+        self._hub: Hub | None = None
         self._folder: Path | None = None
 
     # ---------------------------------------------------------------- what a subclass fills in
@@ -97,6 +99,11 @@ class ModelStrategy:
         if self.context.head != "lm":
             raise TrainerError(f"{self.context.role} has a value head and gives no log-probs")
         return self._infer("log-probs", rows, lambda batch: self._log_probs(batch)[0])
+
+    def base_logprobs(self, rows: Rows) -> np.ndarray:
+        """float32 [R]: `logprobs` with the adapters off, those of the model that training began with."""
+        with self._exclusive(), lora.adapters_off(self.model):
+            return self.logprobs(rows)
 
     def values(self, rows: Rows) -> np.ndarray:
         """float32 [R]: the value of the prefix before every sampled token."""
@@ -173,14 +180,14 @@ class ModelStrategy:
         return token_values(self.model, batch)
 
     def offer(self, transport: str, version: int, receivers: int = 1) -> Offer:
-        """`shared_memory`: the payload of a turnwise_torch.stream.Sender, served by `send`; `safetensors`: {"folder"} in Hugging Face layout,
-        valid until the next offer."""
+        """`shared_memory`, `process_group`: the payload of a sender of turnwise_torch.stream or .broadcast, served by `send`; `safetensors`:
+        {"folder"} in Hugging Face layout, valid until the next offer."""
         if transport not in self.transports:
             raise TrainerError(f"{self.context.role} has no transport {transport!r}. It has: {', '.join(self.transports) or 'none'}")
         self._withdraw()
         first = self.context.ranks.rank == 0
-        if transport == "shared_memory":
-            self._sender = Sender(receivers, self.context.weight_sync_timeout) if first else None
+        if transport in ("shared_memory", "process_group"):
+            self._sender = self._new_sender(transport, receivers) if first else None
             return Offer(transport, version, self._sender.payload if self._sender else {})
         previous, self._folder = self._folder, Path(tempfile.mkdtemp(prefix="turnwise-weights-")) if first else None
         self.export(self._folder or Path())
@@ -188,8 +195,8 @@ class ModelStrategy:
         return Offer(transport, version, {"folder": str(self._folder)})
 
     def send(self, offer: Offer) -> None:
-        """Stream the weights of a `shared_memory` offer in buckets of `bucket_bytes`; other offers are read by the backend."""
-        if offer.transport != "shared_memory":
+        """Stream the weights of a `shared_memory` or `process_group` offer in buckets of `bucket_bytes`; other offers are read by the backend."""
+        if offer.transport not in ("shared_memory", "process_group"):
             return
         weights = self.weights()
         try:
@@ -220,9 +227,18 @@ class ModelStrategy:
     def close(self) -> None:
         """Withdraw what is on offer, leave the process group; may be called twice."""
         self._withdraw()
+        if self._hub is not None:
+            self._hub.close()
         remove(self._folder)
         self._folder = None
         self.group.close()
+
+    def _new_sender(self, transport: str, receivers: int) -> Sender | Broadcast:
+        if transport == "shared_memory":
+            return Sender(receivers, self.context.weight_sync_timeout)
+        if self._hub is None:
+            self._hub = Hub(self.context.ranks.address, self.device, self.context.weight_sync_timeout)
+        return self._hub.sender(receivers)
 
     def _withdraw(self) -> None:
         if self._sender is not None:

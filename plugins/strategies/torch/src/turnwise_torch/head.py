@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -36,8 +38,14 @@ def chunked_log_probs(
     """Log-probs [n] of `targets` int64 [n] under `head(hidden)`, hidden [n, h], and the entropies [n] or None.
 
     No more than `chunk` tokens' logits exist at a time (0: as many as hold 2²⁶ logits): with several chunks the backward pass computes
-    them again. Entropies carry a gradient only with `entropy_gradient`.
+    them again. Without entropies, on a GPU with cut-cross-entropy installed, none exist (`fused_head`). Entropies carry a gradient only
+    with `entropy_gradient`.
     """
+    if not entropy and fused_head(hidden, head, temperature):
+        from cut_cross_entropy import linear_cross_entropy
+
+        # filter_eps None: no part of the gradient is left out.
+        return -linear_cross_entropy(hidden, head.weight, targets, reduction="none", filter_eps=None).float(), None
     size = chunk or max(1, LOGITS_AT_A_TIME // int(head.out_features))  # type: ignore[arg-type]
     options = (temperature, entropy, entropy_gradient)
     if len(targets) <= size or not torch.is_grad_enabled():
@@ -49,6 +57,16 @@ def chunked_log_probs(
         ]
     log_probs = torch.cat([part[0] for part in parts])
     return log_probs, torch.cat([part[1] for part in parts if part[1] is not None]) if entropy else None
+
+
+def fused_head(hidden: Tensor, head: nn.Module, temperature: float) -> bool:
+    """Whether cut-cross-entropy (Wijmans et al. 2024, arXiv 2411.09009) gives the log-probs, without any logits in memory: on a GPU with 16-bit
+    weights, where the package is installed. It takes logits as they are, so at temperature 1 only: hidden states divided in 16 bits would
+    round otherwise than logits divided in 32."""
+    sixteen = hidden.dtype in (torch.bfloat16, torch.float16) and hidden.is_cuda
+    whole = head.weight.numel() == head.out_features * head.in_features  # type: ignore[operator,union-attr] # not so where ZeRO-3 holds parts
+    plain = temperature == 1 and whole and getattr(head, "bias", None) is None
+    return bool(sixteen and plain) and importlib.util.find_spec("cut_cross_entropy") is not None
 
 
 def _log_probs(

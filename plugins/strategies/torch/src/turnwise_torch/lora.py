@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,19 @@ def initial_values(model: nn.Module, seed: int) -> dict[str, Tensor]:
             bound = 1 / math.sqrt(parameter.shape[1])
             out[name].uniform_(-bound, bound, generator=generator)
     return out
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model without its adapters meanwhile; which parameters train is left alone, as sharding engines need."""
+    layers = [layer for _, layer in _adapted(model)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def whole_tensors(model: nn.Module, gather: Gather, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

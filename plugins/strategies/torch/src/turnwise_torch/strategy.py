@@ -29,7 +29,7 @@ from turnwise_torch.state import STATE_FILE, read_state, write_state
 class TorchStrategy(ModelStrategy):
     """Actor, critic (`head: value`) or reference (`trainable: false`) in this process (see turnwise.contracts.train)."""
 
-    transports: tuple[str, ...] = ("shared", "shared_memory", "safetensors")
+    transports: tuple[str, ...] = ("shared", "shared_memory", "process_group", "safetensors")
 
     def __init__(self, config: TorchConfig | None, context: TrainContext) -> None:
         self.config = config or TorchConfig()

@@ -11,7 +11,9 @@ import contextlib
 import json
 import math
 import mmap
+import os
 import re
+import select
 import shutil
 import socket
 import tempfile
@@ -30,6 +32,8 @@ Bucket = list[tuple[str, Tensor]]
 
 _LAYER = re.compile(r"^(.*?\b(?:layers|blocks|h)\.\d+)\.")
 _ALIGNMENT = 64
+_LONGEST = 80
+"""Bytes of the temporary folder's name: that of a unix socket in it has at most 107."""
 
 
 def buckets(named: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bucket]:
@@ -70,7 +74,8 @@ class Sender:
 
     def __init__(self, receivers: int, timeout: float) -> None:
         self._receivers, self._timeout = receivers, timeout
-        self._folder = Path(tempfile.mkdtemp(prefix="turnwise-"))
+        long = len(tempfile.gettempdir()) > _LONGEST
+        self._folder = Path(tempfile.mkdtemp(prefix="turnwise-", dir="/tmp" if long else None))
         memory = Path("/dev/shm")
         self._block = Path(tempfile.mkstemp(prefix="turnwise-weights-", dir=memory if memory.is_dir() else self._folder)[1])
         self._listener = socket.socket(socket.AF_UNIX)
@@ -80,12 +85,12 @@ class Sender:
 
     def send(self, buckets: Iterable[Bucket]) -> None:
         """Stream all buckets to all receivers, then close. Raises TrainerError: a receiver did not come, answer or go on reading in time."""
-        lines: list[_Lines] = []
+        lines: list[Lines] = []
         try:
             deadline = time.monotonic() + self._timeout
             while len(lines) < self._receivers:
                 self._listener.settimeout(max(0.01, deadline - time.monotonic()))
-                lines.append(_Lines(self._listener.accept()[0], self._timeout))
+                lines.append(Lines(self._listener.accept()[0], self._timeout))
             for bucket in buckets:
                 told = {"tensors": self._write(bucket)}
                 for line in lines:
@@ -113,12 +118,23 @@ class Sender:
             end += math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
         with self._block.open("r+b") as file:
             if self._block.stat().st_size < max(end, 1):
-                file.truncate(max(end, 1))
+                self._enlarge(file.fileno(), max(end, 1))
             memory = mmap.mmap(file.fileno(), max(end, 1))
         for (_, tensor), place in zip(bucket, places, strict=True):
             if tensor.numel():
                 _view(memory, place, tensor.dtype, tensor.shape).copy_(tensor.detach())
         return [[name, str(t.dtype).removeprefix("torch."), list(t.shape), place] for (name, t), place in zip(bucket, places, strict=True)]
+
+    def _enlarge(self, file: int, size: int) -> None:
+        """Have the memory before it is written to: what is missing then ends the process by a signal."""
+        try:
+            os.posix_fallocate(file, 0, size)
+        except OSError as error:
+            place, room = self._block.parent, math.ceil(size / 2**20)
+            raise TrainerError(
+                f"weight update: no room for a bucket of {room} MB in {place} ({error.strerror}). Fix: lower model_update_buffer_size_mb, or "
+                f"enlarge {place} (of a container: --shm-size)"
+            ) from error
 
     def close(self) -> None:
         """Withdraw the offer and free the shared memory; may be called twice."""
@@ -139,7 +155,7 @@ def receive(payload: Mapping[str, Any], timeout: float) -> Iterator[Bucket]:
     except OSError as error:
         connection.close()
         raise EngineError(f"weight update: the trainer's offer at {payload['socket']} is gone ({error}). Both must run on one host") from error
-    lines = _Lines(connection, timeout)
+    lines = Lines(connection, timeout)
     try:
         while True:
             try:
@@ -167,25 +183,44 @@ def _view(memory: mmap.mmap, place: int, dtype: torch.dtype, shape: torch.Size) 
     return torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=place).view(shape)
 
 
-class _Lines:
-    """JSON, one object a line, on a connected socket."""
+class Lines:
+    """JSON, one object a line, on a connected socket. `write` and `read` raise OSError or, where the other side hung up, EOFError."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         connection.settimeout(timeout)
         self._connection = connection
         self._file = connection.makefile("rwb")
 
+    def patience(self, timeout: float) -> None:
+        """From now on so many seconds for one line."""
+        self._connection.settimeout(timeout)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the other side hung up, without waiting."""
+        if not select.select([self._connection], [], [], 0)[0]:
+            return False
+        try:
+            return not self._connection.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
+
     def write(self, message: Mapping[str, Any]) -> None:
+        """Send one object."""
         self._file.write(json.dumps(message).encode() + b"\n")
         self._file.flush()
 
     def read(self) -> Any:
+        """Wait for one object."""
         line = self._file.readline()
         if not line:
             raise EOFError
         return json.loads(line)
 
     def close(self) -> None:
+        """Hang up; a thread that waits for a line learns of it."""
+        with contextlib.suppress(OSError):  # the other side is gone already
+            self._connection.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):  # the other side is gone with bytes unsent
             self._file.close()
         self._connection.close()

@@ -12,7 +12,7 @@ from turnwise.contracts.inference import InferenceContext, Request
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation
 from turnwise.errors import ConfigError, EngineError, listed
-from turnwise_vllm.arguments import model_facts, problems, replicas
+from turnwise_vllm.arguments import cpu_build, model_facts, problems, replicas
 from turnwise_vllm.config import VllmConfig
 from turnwise_vllm.engine import Engine, LocalEngine
 from turnwise_vllm.requests import checked_ids, collapsed, generation, number, sampling
@@ -27,7 +27,7 @@ class VllmBackend:
     """
 
     input: Literal["ids", "messages"] = "ids"
-    transports: tuple[str, ...] = ("shared_memory", "safetensors")
+    transports: tuple[str, ...] = ("shared_memory", "process_group", "safetensors")
 
     def __init__(self, config: VllmConfig, context: InferenceContext) -> None:
         """Raises ConfigError; nothing is started."""
@@ -40,6 +40,8 @@ class VllmBackend:
         facts = model_facts(Path(context.model))
         self._vocabulary, self._image_token = int(facts["vocab_size"]), facts.get("image_token_id")
         self._longest = min(config.max_model_len or context.sequence_length, context.sequence_length)
+        if context.devices and not cpu_build():
+            self.transports = ("process_group", "shared_memory", "safetensors")  # from GPU to GPU, past the hosts' memory
         self.receivers = config.devices_per_engine * replicas(config, context)
         self._engine: Engine | None = None
         self._starting: asyncio.Task[Engine] | None = None
@@ -53,6 +55,12 @@ class VllmBackend:
     def check(config: VllmConfig, context: InferenceContext) -> list[str]:
         """What is wrong with the options, one line each; vLLM's argument names are read from its source."""
         return problems(config, context)
+
+    @staticmethod
+    def cannot_sleep(config: VllmConfig) -> str:
+        """Why `sleep` will be refused on GPUs."""
+        awake = config.mode != "attach" and not config.enable_sleep_mode
+        return "vLLM starts without sleep mode. Fix: strategy_config.enable_sleep_mode: true, or devices of its own" if awake else ""
 
     async def generate(self, request: Request) -> Generation:
         """Sample one response. Raises EngineError: a prompt without room or with ids outside the vocabulary, an engine that is gone."""
@@ -83,7 +91,8 @@ class VllmBackend:
         """Nothing to do: vLLM batches what is there at every token."""
 
     async def receive(self, offer: Offer) -> int:
-        """Take the offered weights in place: `shared_memory` (payload of turnwise_torch.stream) or `safetensors` (payload `folder`).
+        """Take the offered weights in place: `shared_memory` or `process_group` (payload of turnwise_torch.stream or .broadcast), or `safetensors`
+        (payload `folder`).
 
         Between two tokens; the cache of the old weights is dropped, and sequences in progress are read again. Raises EngineError; after a
         failed update the engine holds a mixture, so requests fail until a whole one has come.
@@ -111,7 +120,7 @@ class VllmBackend:
     async def _update(self, engine: Engine, offer: Offer) -> None:
         where = {"folder": str(offer.payload["folder"])} if offer.transport == "safetensors" else {"payload": dict(offer.payload)}
         await engine.control("start_update")
-        await engine.control("update", info={**where, "timeout": self._context.weight_sync_timeout})
+        await engine.control("update", info={**where, "transport": offer.transport, "timeout": self._context.weight_sync_timeout})
         await engine.control("finish_update", version=str(offer.version))
         if not await engine.control("reset_cache"):
             raise EngineError("vLLM could not drop the cache of the old weights")

@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
+from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from turnwise.errors import EngineError
+from turnwise_torch.broadcast import Member
 from turnwise_torch.stream import receive
 from turnwise_vllm.arguments import TRANSFER
 
@@ -31,8 +34,10 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where to read the weights: `payload` of turnwise_torch.stream, or a `folder` of safetensors. `timeout`: seconds of silence."""
+    """Where to read the weights: by `shared_memory` or `process_group` the `payload` of turnwise_torch.stream or .broadcast, by `safetensors`
+    a `folder`. `timeout`: seconds of silence."""
 
+    transport: str = "safetensors"
     payload: dict[str, Any] = field(default_factory=dict)
     folder: str = ""
     timeout: float = 600.0
@@ -43,6 +48,10 @@ class Receiver(WeightTransferEngine):
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+
+    def __init__(self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._member = Member(torch.device(device))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to connect."""
@@ -56,8 +65,11 @@ class Receiver(WeightTransferEngine):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load all that the trainer offers. Raises EngineError: the trainer is gone, or the update does not cover the model."""
         try:
-            if update_info.folder:
+            if update_info.transport == "safetensors":
                 self._load(_of_folder(Path(update_info.folder)))
+            elif update_info.transport == "process_group":
+                for bucket in self._member.receive(update_info.payload, update_info.timeout):
+                    self._load(bucket)
             else:
                 for bucket in receive(update_info.payload, update_info.timeout):
                     # A copy: a layer that vLLM pads keeps its tensors to the end, when the shared memory holds others.
@@ -74,7 +86,8 @@ class Receiver(WeightTransferEngine):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing is held between two updates."""
+        """Leave the group that the trainer's weights came by."""
+        self._member.leave()
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         loaded = self.model.load_weights(self._completed(weights))

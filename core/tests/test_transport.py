@@ -1,0 +1,61 @@
+"""Which way weights go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from turnwise.config.schema import EnvManagerConfig, ModelArgs, Role, RunConfig
+from turnwise.contracts.inference import receivers
+from turnwise.errors import EngineError
+from turnwise.pipeline.transport import choose
+
+OFFERED = ("shared", "shared_memory", "process_group", "safetensors")
+ON_GPUS = ("process_group", "shared_memory", "safetensors")
+
+
+def run(train: tuple[int, ...] = (), infer: tuple[int, ...] = (), dtypes: tuple[Any, Any] = ("bf16", "bf16")) -> RunConfig:
+    return RunConfig(
+        max_steps=1,
+        rollout_batch_size=4,
+        pretrain="fake",
+        train_env_manager=EnvManagerConfig(),
+        custom_envs={},
+        actor_train=Role(device_mapping=train, model_args=ModelArgs(dtype=dtypes[0])),
+        actor_infer=Role(device_mapping=infer, model_args=ModelArgs(dtype=dtypes[1])),
+    )
+
+
+def test_the_backends_best_that_the_trainer_offers() -> None:
+    assert choose(run((0,), (1,)), OFFERED, ON_GPUS, one_process=False) == "process_group"
+    assert choose(run((0,), (1,)), ("safetensors",), ON_GPUS, one_process=False) == "safetensors"
+
+
+def test_roles_on_one_device_do_not_meet_in_a_process_group() -> None:
+    assert choose(run((0, 1), (1, 2)), OFFERED, ON_GPUS, one_process=False) == "shared_memory"
+
+
+@pytest.mark.parametrize(("one_process", "dtypes", "expected"), [(True, ("bf16", "bf16"), "shared"), (False, ("bf16", "bf16"), "shared_memory")])
+def test_one_model_for_both_needs_one_process(one_process: bool, dtypes: tuple[str, str], expected: str) -> None:
+    assert choose(run(dtypes=dtypes), OFFERED, ("shared", "shared_memory"), one_process) == expected
+
+
+def test_one_model_for_both_needs_one_dtype() -> None:
+    assert choose(run(dtypes=("fp32", "bf16")), OFFERED, ("shared", "shared_memory"), one_process=True) == "shared_memory"
+
+
+def test_nothing_in_common_is_told() -> None:
+    with pytest.raises(EngineError, match="no common transport"):
+        choose(run(), OFFERED, ("pigeon",), one_process=True)
+
+
+def test_the_number_of_receivers_may_depend_on_the_transport() -> None:
+    class Fixed:
+        receivers = 3
+
+    class Told:
+        def receivers(self, transport: str) -> int:
+            return len(transport)
+
+    assert [receivers(backend, "four") for backend in (object(), Fixed(), Told())] == [1, 3, 4]

@@ -1,0 +1,204 @@
+"""Whole runs with every trainer in many processes: what the run trains beside the actor, how it ends, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="ray is not installed")
+
+pytestmark = [pytest.mark.engines, pytest.mark.matrix, pytest.mark.timeout(600)]
+
+LAKE = """\
+plugins: [turnwise-ray, turnwise-gymnasium, turnwise-managers, turnwise-hf, turnwise-torch, turnwise-grpo, turnwise-losses, turnwise-batching]
+seed: 1
+output_dir: out
+max_steps: 3
+save_steps: 1
+rollout_batch_size: 8
+sequence_length: 256
+pretrain: {recipe: {architecture: qwen2, num_layers: 1, hidden_size: 16, num_heads: 2, tokenizer: word}}
+adv_estimator: grpo
+recompute_old_logprobs: true
+runtime: {use: ray, device: cpu, object_store_mb: 100}
+actor_train: &trained
+  model_args: {dtype: fp32, disable_gradient_checkpointing: true}
+  training_args: {learning_rate: 1.0e-2, per_device_train_batch_size: 2}
+  strategy_args: {strategy_name: torch}
+  device_mapping: [0, 1]
+actor_infer:
+  model_args: {dtype: fp32}
+  generating_args: {max_new_tokens: 2, temperature: 1.0}
+  strategy_args: {strategy_name: hf}
+train_env_manager: {num_env_groups: 2, group_size: 4, tags: [Lake]}
+val_env_manager: {num_env_groups: 2, group_size: 1, tags: [Lake]}
+custom_envs:
+  Lake:
+    env_type: frozen_lake
+    env_manager: {use: stepwise, history_length: 1}
+    max_steps: 4
+    step: inline
+    env_config: {random_start_goal: true, observation: relative, hole_penalty: -0.5, invalid_penalty: -0.3}
+track_with: [{use: jsonl, every: 1}]
+"""
+ZERO3 = "{strategy_name: deepspeed_train, strategy_config: {zero_optimization: {stage: 3, stage3_param_persistence_threshold: 0}}}"
+TRAINERS = {
+    "torch": "{strategy_name: torch}",
+    "deepspeed": ZERO3,
+    "megatron": "{strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2}}",
+}
+SHORT_OF_MEMORY = '''
+import torch
+import torch.distributed as dist
+import turnwise
+
+
+class ShortOfMemory:
+    """A loss that rank 1 has no memory for."""
+
+    uses_ratio = False
+
+    def __init__(self, config, context):
+        pass
+
+    def loss(self, view):
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return -view.advantages * view.log_probs, {}
+
+
+@turnwise.hookimpl
+def policy_losses():
+    return [turnwise.Implementation("short_of_memory", ShortOfMemory)]
+'''
+
+
+class Run:
+    """Runs in a folder of their own, whose processes and temporary files are known from all others."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = f"TURNWISE_TEST_RUN={folder}"
+        (folder / "run.yaml").write_text(LAKE)
+        (folder / "tmp").mkdir()
+        name, _, value = self.mark.partition("=")
+        places = {"TMPDIR": str(folder / "tmp"), "RAY_TMPDIR": "/tmp"}  # the names of Ray's sockets must be short
+        self.environment = os.environ | places | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", name: value}
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """A run in a process group of its own, as a shell starts one."""
+        command = [sys.executable, "-m", "turnwise.cli.main", *arguments]
+        return subprocess.Popen(command, cwd=self.folder, env=self.environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    def whole(self, *arguments: str) -> str:
+        """What a run that ends well writes to stderr."""
+        running = self.start(*arguments)
+        _, told = running.communicate(timeout=400)
+        assert running.returncode == 0, told
+        return told
+
+    def metrics(self, out: str = "out") -> list[dict[str, Any]]:
+        """All lines, without what the clock decides."""
+        file = self.folder / out / "metrics.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return [{k: v for k, v in line.items() if not k.startswith(("time/", "tps/", "system/"))} for line in lines]
+
+    def processes(self) -> dict[int, str]:
+        """What runs of it, by process id."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    if self.mark.encode() in (folder / "environ").read_bytes():
+                        found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")[0]
+                except OSError:
+                    continue
+        return found
+
+    def until(self, holds: Callable[[], Any], seconds: float = 300.0) -> None:
+        """Wait."""
+        end = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < end, self.processes()
+            time.sleep(0.05)
+
+    def left_nothing(self, seconds: float) -> None:
+        """No process, and no file but Ray's logs."""
+        self.until(lambda: not self.processes(), seconds)
+        assert not [path.name for path in (self.folder / "tmp").iterdir() if path.name.startswith("turnwise")]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """A folder for runs; what one leaves is ended."""
+    made = Run(tmp_path)
+    yield made
+    for process in made.processes():
+        try:
+            os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_run_whose_driver_was_killed_goes_on_as_if_it_had_not_been(run: Run, trainer: str) -> None:
+    chosen = f"actor_train.strategy_args={TRAINERS[trainer]}"
+    run.whole("train", "run.yaml", chosen, "output_dir=whole")
+    run.left_nothing(20)
+    running = run.start("train", "run.yaml", chosen)
+    run.until(lambda: len(run.metrics()) >= 2)
+    running.kill()
+    running.communicate()
+    run.left_nothing(120)  # Ray's agents wait a minute for its head
+    run.whole("train", "run.yaml", chosen, "resume_from_checkpoint=true")
+    assert run.metrics() == run.metrics("whole")
+    run.left_nothing(20)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_rank_without_memory_is_told_at_once_though_the_others_wait_for_it(run: Run, trainer: str) -> None:
+    (run.folder / "short.py").write_text(SHORT_OF_MEMORY)
+    (run.folder / "run.yaml").write_text(LAKE.replace("turnwise-batching]", "turnwise-batching, ./short.py]"))
+    running = run.start("train", "run.yaml", f"actor_train.strategy_args={TRAINERS[trainer]}", "pg_variant=short_of_memory")
+    _, told = running.communicate(timeout=300)  # ranks wait for each other for ten minutes
+    assert running.returncode == 1
+    assert "error: actor_train, rank 1 of 2 on " in told
+    assert "out of memory, in the update of actor_train. Fix: lower actor_train.training_args.per_device_train_batch_size" in told
+    assert "Traceback" not in told
+    run.left_nothing(20)
+
+
+def test_a_rank_that_dies_ends_the_run(run: Run) -> None:
+    running = run.start("train", "run.yaml", "max_steps=100")
+    run.until(lambda: len(run.metrics()) >= 2)
+    victim = max(process for process, name in run.processes().items() if name.startswith("ray::TrainRank"))
+    os.kill(victim, signal.SIGKILL)
+    began = time.monotonic()
+    _, told = running.communicate(timeout=120)
+    assert running.returncode == 1
+    assert time.monotonic() - began < 60
+    assert "error: actor_train, rank 1 of 2 on " in told
+    assert "the process died" in told
+    assert "saved: out/checkpoints/checkpoint-" in told
+    assert "resume_from_checkpoint=true" in told
+    run.left_nothing(20)
+
+
+def test_an_interrupt_of_the_whole_process_group_saves_and_leaves_nothing(run: Run) -> None:
+    running = run.start("train", "run.yaml", "max_steps=100", "save_steps=0", "actor_infer.device_mapping=[0, 1]")
+    run.until(lambda: len(run.metrics()) >= 1)
+    os.killpg(running.pid, signal.SIGINT)
+    _, told = running.communicate(timeout=120)
+    assert running.returncode == 130, told
+    assert "saved: out/checkpoints/checkpoint-" in told
+    assert "resume_from_checkpoint=true" in told
+    run.left_nothing(20)

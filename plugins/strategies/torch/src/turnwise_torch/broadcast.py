@@ -1,0 +1,357 @@
+"""Weights from a trainer straight to samplers' processes: broadcasts in a torch.distributed group of their own, gloo on CPUs and NCCL on GPUs.
+
+The sender listens on a TCP port. Every receiver connects, tells how many processes it stands for and which group they are in already, and is
+told the group of this update. For each bucket the sender writes names, dtypes and shapes as one line of JSON, then broadcasts its tensors one by
+one, and goes on when all receivers have answered. The group is kept from update to update; where other processes come, or an update failed, a new
+one is made. The default process group of neither side is touched.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from turnwise.errors import EngineError, TrainerError
+from turnwise_torch.stream import Bucket, Lines
+
+T = TypeVar("T")
+_GREETING = 10.0
+"""Seconds in which whoever connects has to say who it is; another may wait behind it."""
+_LOOK = 0.05
+
+
+class Hub:
+    """The trainer's end: its address, a store where processes meet, and the group of the last update."""
+
+    def __init__(self, address: str, device: torch.device, timeout: float) -> None:
+        """`address`: "host:port" of the role's processes; its host is where receivers find this one. Without it: this host alone."""
+        self.host = address.rpartition(":")[0].strip("[]") or "127.0.0.1"
+        self.device, self.timeout = device, timeout
+        self._name, self._backend = "", "gloo"
+        self._size = self._port = 0
+        self._group: Any = None
+        self._store: Any = None
+
+    @property
+    def name(self) -> str:
+        """The group's, "" before the first update."""
+        return self._name
+
+    def sender(self, receivers: int) -> Broadcast:
+        """One update's sender."""
+        return Broadcast(self, receivers)
+
+    def assign(self, greetings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What to tell each receiver: the group that all of them are in, else a new one with this process as rank 0."""
+        size = 1 + sum(greeting["ranks"] for greeting in greetings)
+        kept = self._group is not None and self._size == size and all(greeting["holds"] == self._name for greeting in greetings)
+        if not kept:
+            self.drop()
+            nccl = self.device.type == "cuda" and all(greeting["device"] == "cuda" for greeting in greetings)
+            self._name, self._size, self._backend = f"turnwise-{secrets.token_hex(8)}", size, "nccl" if nccl else "gloo"
+        told, rank = [], 1
+        for greeting in greetings:
+            told.append({**self._facts(rank), "new": self._group is None})
+            rank += greeting["ranks"]
+        return told
+
+    def _facts(self, rank: int) -> dict[str, Any]:
+        if self._store is None:
+            listener = _listener(self.host)
+            self._port = listener.getsockname()[1]
+            self._store = dist.TCPStore(
+                self.host,
+                self._port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self.timeout),
+                master_listen_fd=listener.detach(),
+            )
+        return {"name": self._name, "host": self.host, "port": self._port, "rank": rank, "size": self._size, "backend": self._backend}
+
+    def join(self, lines: Sequence[Lines]) -> None:
+        """Meet the receivers in the new group, if there is one."""
+        if self._group is None:
+            facts, store = self._facts(0), self._store
+            self._group = _watched(lambda: _group(facts, store, self.host, self.timeout), lines, self.timeout)
+
+    def broadcast(self, tensors: Sequence[Tensor], lines: Sequence[Lines]) -> None:
+        """Send tensors to all."""
+        device = self.device if self._backend == "nccl" else torch.device("cpu")
+        _broadcast(self._group, [tensor.detach().to(device).contiguous() for tensor in tensors], device, lines, self.timeout)
+
+    def drop(self) -> None:
+        """Leave the group: the next update makes another."""
+        group, self._group = self._group, None
+        _abort(group)
+
+    def close(self) -> None:
+        """Leave the group and end the store; may be called twice."""
+        self.drop()
+        self._store = None
+
+
+class Broadcast:
+    """The sender of one update, as turnwise_torch.stream.Sender: `payload` goes into the offer, `send` serves `receivers` readers."""
+
+    def __init__(self, hub: Hub, receivers: int) -> None:
+        self._hub, self._receivers = hub, receivers
+        self._listener = _listener(hub.host)
+        self._token = secrets.token_hex(16)
+        self.payload: dict[str, Any] = {"host": hub.host, "port": self._listener.getsockname()[1], "token": self._token}
+
+    def send(self, buckets: Iterable[Bucket]) -> None:
+        """Send all buckets to all receivers, then close. Raises TrainerError: one did not come, join, answer or go on reading in time."""
+        lines: list[Lines] = []
+        try:
+            with self._told(lines):
+                self._meet(lines)
+            for bucket in buckets:
+                with self._told(lines):
+                    self._pass(bucket, lines)
+            with self._told(lines):
+                _write(lines, {"tensors": None})
+        except BaseException:
+            self._hub.drop()  # whoever still waits in it learns of the end
+            raise
+        finally:
+            for line in lines:
+                line.close()
+            self.close()
+
+    def close(self) -> None:
+        """Withdraw the offer; the group stays. May be called twice."""
+        self._listener.close()
+
+    def _meet(self, lines: list[Lines]) -> None:
+        greetings: list[Mapping[str, Any]] = []
+        deadline = time.monotonic() + self._hub.timeout
+        while len(lines) < self._receivers:
+            self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+            line = Lines(self._listener.accept()[0], _GREETING)
+            greeting = _greeting(line, self._token)
+            if greeting is None:
+                line.close()
+                continue
+            line.patience(self._hub.timeout)
+            lines.append(line)
+            greetings.append(greeting)
+        for line, told in zip(lines, self._hub.assign(greetings), strict=True):
+            line.write({"group": told})
+        self._hub.join(lines)
+        for line in lines:
+            line.read()
+
+    def _pass(self, bucket: Bucket, lines: Sequence[Lines]) -> None:
+        told = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in bucket]
+        for line in lines:
+            line.write({"tensors": told})
+        self._hub.broadcast([tensor for _, tensor in bucket], lines)
+        for line in lines:
+            line.read()
+
+    @contextlib.contextmanager
+    def _told(self, lines: Sequence[Lines]) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors
+            late = isinstance(error, TimeoutError) or "timeout" in str(error).lower()
+            what = f"did not join or read the weights within weight_sync_timeout = {self._hub.timeout:g} s" if late else "stopped reading the weights"
+            reason = "" if late else f" ({_short(error)})"
+            raise TrainerError(f"weight update: {len(lines)} of {self._receivers} backends came, and one {what}{reason}") from error
+
+
+class Call:
+    """A receiver's line to the trainer that offers weights. Raises EngineError throughout: the trainer is gone, or silent for `timeout` seconds.
+
+    `ranks`: how many processes of the group this receiver stands for, `holds`: the name of the group that they are in, `device`: cpu or cuda.
+    `group` is what they have to join where `new`, else what they are in: name, host, port, rank (the first of `ranks`), size, backend.
+    """
+
+    def __init__(self, payload: Mapping[str, Any], timeout: float, ranks: int = 1, holds: str = "", device: str = "cpu") -> None:
+        try:
+            connection = socket.create_connection((payload["host"], payload["port"]), timeout)
+        except OSError as error:
+            where = f"{payload['host']}:{payload['port']}"
+            raise EngineError(f"weight update: the trainer's offer at {where} is gone, or cannot be reached from here ({error})") from error
+        self.address = str(connection.getsockname()[0])
+        self.line = Lines(connection, timeout)
+        try:
+            with _trainer_told():
+                self.line.write({"token": payload["token"], "ranks": ranks, "holds": holds, "device": device})
+                self.group: Mapping[str, Any] = self.line.read()["group"]
+        except BaseException:
+            self.line.close()
+            raise
+        self.new: bool = self.group["new"]
+
+    def answer(self) -> None:
+        """The group is joined, or the last bucket is read."""
+        with _trainer_told():
+            self.line.write({})
+
+    def tensors(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
+        """(name, dtype, shape) of what is broadcast next; None: that was all, and it was answered."""
+        with _trainer_told():
+            told = self.line.read()["tensors"]
+            if told is None:
+                self.line.write({})
+                return None
+        return [(name, dtype, tuple(shape)) for name, dtype, shape in told]
+
+    def close(self) -> None:
+        """Hang up; a trainer in the midst of sending gives up."""
+        self.line.close()
+
+
+class Member:
+    """A receiving process, one rank of the group; it keeps the group between updates."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._name = ""
+        self._group: Any = None
+
+    def receive(self, payload: Mapping[str, Any], timeout: float) -> Iterator[Bucket]:
+        """The sender's buckets, one after the other; tensors on the device by NCCL, on the CPU by gloo, and the receiver's own.
+
+        Raises EngineError: the trainer is gone, or was silent for `timeout` seconds. Ending the iteration early ends the sender's work too.
+        """
+        call = Call(payload, timeout, 1, self._name, self._device.type)
+        whole = False
+        try:
+            facts, lines = call.group, [call.line]
+            device = self._device if facts["backend"] == "nccl" else torch.device("cpu")
+            with _trainer_told():
+                if call.new:
+                    self.leave()
+                    self._group = _watched(lambda: _group(facts, _meeting(facts, timeout), call.address, timeout), lines, timeout)
+                    self._name = facts["name"]
+            call.answer()
+            while (told := call.tensors()) is not None:
+                bucket = [(name, torch.empty(shape, dtype=getattr(torch, dtype), device=device)) for name, dtype, shape in told]
+                with _trainer_told():
+                    _broadcast(self._group, [tensor for _, tensor in bucket], device, lines, timeout)
+                yield bucket
+                call.answer()
+            whole = True
+        finally:
+            if not whole:
+                self.leave()
+            call.close()
+
+    def leave(self) -> None:
+        """Leave the group; may be called twice."""
+        group, self._group, self._name = self._group, None, ""
+        _abort(group)
+
+
+@contextlib.contextmanager
+def _trainer_told() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, RuntimeError) as error:
+        raise EngineError(f"weight update: the trainer stopped sending, or was silent for too long (weight_sync_timeout): {_short(error)}") from error
+
+
+def _greeting(line: Lines, token: str) -> Mapping[str, Any] | None:
+    """What a receiver says first; None for whoever does not know the token."""
+    try:
+        told = line.read()
+    except (OSError, EOFError, ValueError):
+        return None
+    known = isinstance(told, dict) and secrets.compare_digest(str(told.get("token")).encode(), token.encode())
+    return told if known else None
+
+
+def _write(lines: Sequence[Lines], message: Mapping[str, Any]) -> None:
+    """Tell all, and hear all."""
+    for line in lines:
+        line.write(message)
+    for line in lines:
+        line.read()
+
+
+def _listener(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=128)
+
+
+def _meeting(facts: Mapping[str, Any], timeout: float) -> Any:
+    return dist.TCPStore(facts["host"], facts["port"], is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+
+
+def _group(facts: Mapping[str, Any], store: Any, address: str, timeout: float) -> Any:
+    """The group as one of its ranks, from `address`. Its prefixes in the store are those of torch.distributed.new_group-like helpers, which
+    engines use that join by host, port and name (torch.distributed.distributed_c10d._new_process_group_helper)."""
+    kind = "cpu" if facts["backend"] == "gloo" else "cuda"
+    place = dist.PrefixStore(f"{kind}/", dist.PrefixStore(f"{facts['name']}/", dist.PrefixStore(facts["name"], store)))
+    if facts["backend"] == "gloo":
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=timeout)
+        return dist.ProcessGroupGloo(place, facts["rank"], facts["size"], options)
+    options = dist.ProcessGroupNCCL.Options()
+    # Later than our own limit: torch's watchdog would end the process.
+    options._timeout = timedelta(seconds=2 * timeout + 60)
+    return dist.ProcessGroupNCCL(place, facts["rank"], facts["size"], options)
+
+
+def _broadcast(group: Any, tensors: Sequence[Tensor], device: torch.device, lines: Sequence[Lines], timeout: float) -> None:
+    """From rank 0 to all, to the end."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+    def work() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        for pending in [group.broadcast([tensor], options) for tensor in tensors]:
+            pending.wait()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    _watched(work, lines, timeout)
+
+
+def _watched(work: Callable[[], T], lines: Sequence[Lines], timeout: float) -> T:
+    """`work` in a thread: its partners may never come, and what it waits in cannot be interrupted. Raises TimeoutError; EOFError as soon as a
+    partner hangs up; what `work` raises. After the first two the thread ends with its group."""
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="turnwise-broadcast", daemon=True).start()
+    end = time.monotonic() + timeout
+    while not concurrent.futures.wait([done], _LOOK).done:
+        if any(line.gone for line in lines):
+            raise EOFError("it hung up")
+        if time.monotonic() > end:
+            raise TimeoutError(f"no answer within {timeout:g} s")
+    return done.result()
+
+
+def _abort(group: Any) -> None:
+    """Leave without waiting for the others, who may be gone."""
+    if group is not None:
+        group.abort()
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or "it hung up"
