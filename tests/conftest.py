@@ -141,7 +141,7 @@ class Run:
         for split in ("train", "val"):
             assert self.trajectories(split, out) == other.trajectories(split, theirs)
         report, expected = ((run.folder / name / "report.md").read_text() for run, name in ((self, out), (other, theirs)))
-        assert report.replace(out, "") == expected.replace(theirs, "")
+        assert report.replace(f"{out}/", "") == expected.replace(f"{theirs}/", "")
 
 
 @pytest.fixture(scope="session", autouse=True)

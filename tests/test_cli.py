@@ -197,9 +197,9 @@ def test_plan_and_check_start_nothing(lake: Any) -> None:
 
 
 def test_check_tells_the_configuration_and_the_machine_apart(fake: Any) -> None:
-    both = fake.command("check", "run.yaml", "actor_train.device_mapping=[0, 1, 2, 3, 4, 5, 6, 7]", "output_dir=/proc/turnwise/out")
+    both = fake.command("check", "run.yaml", "actor_infer.device_mapping=[0, 1, 2, 3, 4, 5, 6, 7]", "output_dir=/proc/turnwise/out")
     assert both.exit_code == 3
-    assert "machine: actor_train: device_mapping needs 8 GPUs, found " in both.stderr
+    assert "machine: actor_infer: device_mapping needs 8 GPUs, found " in both.stderr
     assert "machine: output_dir: " in both.stderr
     config = fake.command("check", "run.yaml", "resume_from_checkpoint=nowhere")
     assert config.exit_code == 2

@@ -24,7 +24,7 @@ def test_a_minute_of_the_main_job_reaches_40_percent_on_held_out_maps(make_run: 
     assert first[success] < 0.25  # an untrained model is no better than the random player
     assert last[success] >= 0.40
     report = (run.folder / "out/report.md").read_text()
-    rows = dict(re.findall(r"^\| ([\w ]+) \|.* ([\d.]+) \|$", report, re.MULTILINE))
+    rows = dict(re.findall(r"^\| ([a-z][\w ]+) \|.* ([\d.]+) \|$", report, re.MULTILINE))
     assert set(rows) == {"model at step 0", f"model at step {STEPS}", "random", "frozen_lake_walker"}
     assert float(rows["random"]) < 0.30
     assert 0.6 < float(rows["frozen_lake_walker"]) < 0.85
