@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-HERE = {"vllm": "vllm", "deepspeed": "deepspeed", "megatron": "megatron.core", "ray": "ray", "torch": "torch"}
+HERE = {"vllm": "vllm", "deepspeed": "deepspeed", "megatron": "megatron.core", "ray": "ray"}
 """Engine → the module of this interpreter that must import."""
 
 
