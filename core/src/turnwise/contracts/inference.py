@@ -10,7 +10,8 @@ from attrs import field, frozen
 
 from turnwise.contracts.chat import Chat, Message
 from turnwise.contracts.train import Offer
-from turnwise.data.trajectory import Generation
+from turnwise.data.trajectory import Generation, int32
+from turnwise.errors import EngineError
 
 
 @frozen
@@ -108,6 +109,27 @@ class InferenceBackend(Protocol):
     async def close(self) -> None:
         """Release everything; may be called twice."""
         ...
+
+
+def checked_ids(request: Request, backend: str, vocabulary: int, longest: int, limit: str = "") -> np.ndarray:
+    """The request's ids, int32 [n], 0 < n < `longest`. Raises EngineError for what no engine may see: no ids, ids outside the `vocabulary`, no room
+    for a response, sampling outside the allowed ranges.
+
+    `backend`: its name; `limit`: what sets `longest`, as the message names it (default: sequence_length)."""
+    args, where = request.args, f" (request of {request.tag})" if request.tag else ""
+    if request.ids is None or not len(request.ids):
+        raise EngineError(f"the {backend} backend takes token ids, and the request has none{where}")
+    ids = int32(request.ids)
+    if len(ids) >= longest:
+        raise EngineError(
+            f"a prompt of {len(ids)} tokens leaves no room for a response within {limit or f'sequence_length {longest}'}{where}. "
+            "Fix: raise sequence_length, or shorten the history"
+        )
+    if outside := ids[(ids < 0) | (ids >= vocabulary)].tolist():
+        raise EngineError(f"token id {outside[0]} is outside the model's vocabulary of {vocabulary}{where}")
+    if request.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0:
+        raise EngineError(f"cannot sample {request.max_new_tokens} tokens with {args}{where}: outside the allowed ranges")
+    return ids
 
 
 def receivers(backend: Any, transport: str) -> int:

@@ -23,5 +23,5 @@ def test_readers(transport: str, expected: int) -> None:
     trainer: Any = SimpleNamespace(node="here")
     backend = RayBackend(plan, *(Any,) * 4, trainer=lambda: trainer)  # type: ignore[arg-type]
     places = [("here", 2), ("here", 1), ("there", 2), ("there", 4)]
-    backend._members = [_Member(number, [], actor=object(), node=node, readers=readers) for number, (node, readers) in enumerate(places)]
+    backend._members = [_Member(number, [], actor=object(), node=node, readers={transport: readers}) for number, (node, readers) in enumerate(places)]
     assert backend.receivers(transport) == expected

@@ -19,10 +19,9 @@ from turnwise_deepspeed.config import DeepspeedConfig
 from turnwise_deepspeed.start import join
 from turnwise_torch import lora, models
 from turnwise_torch.base import ModelStrategy, device_of
-from turnwise_torch.config import TorchConfig
+from turnwise_torch.checks import model_problems
 from turnwise_torch.guard import out_of_memory_told
 from turnwise_torch.microbatch import MicroBatch
-from turnwise_torch.strategy import TorchStrategy
 
 T = TypeVar("T")
 
@@ -67,8 +66,7 @@ class DeepspeedStrategy(ModelStrategy):
     @staticmethod
     def check(config: DeepspeedConfig, context: TrainContext) -> list[str]:
         """What can be known before the model is loaded: one line per problem, `machine: …` for what only this machine lacks."""
-        common = TorchStrategy.check(TorchConfig(), context)  # what any strategy on a transformers model asks of its role
-        return [*arguments.problems(config, context), *(line.replace("strategy torch", "strategy deepspeed") for line in common)]
+        return [*arguments.problems(config, context), *model_problems(context, "deepspeed")]
 
     # ---------------------------------------------------------------- building
 

@@ -16,9 +16,9 @@ from attrs import define, field
 from torch import nn
 
 from turnwise.contracts.chat import Chat
-from turnwise.contracts.inference import InferenceContext, Request
+from turnwise.contracts.inference import InferenceContext, Request, checked_ids
 from turnwise.contracts.train import Offer
-from turnwise.data.trajectory import Generation, int32
+from turnwise.data.trajectory import Generation
 from turnwise.errors import ConfigError, EngineError, TurnwiseError, listed
 from turnwise_hf.chat import HfChat
 from turnwise_hf.config import HfConfig
@@ -151,23 +151,13 @@ class HfBackend:
     # On the event loop: requests become batches.
 
     def _row(self, request: Request) -> Row:
-        args, where = request.args, f" (request of {request.tag})" if request.tag else ""
-        if request.ids is None or not len(request.ids):
-            raise EngineError(f"the hf backend takes token ids, and the request has none{where}")
+        longest = self._context.sequence_length
+        ids = checked_ids(request, "hf", self._vocabulary, longest)
         if request.images and self._vision is None:
+            where = f" (request of {request.tag})" if request.tag else ""
             raise EngineError(f"the model takes text only, and the request holds {len(request.images)} images{where}")
-        ids = int32(request.ids)
-        room = self._context.sequence_length - len(ids)
-        if room < 1:
-            raise EngineError(
-                f"a prompt of {len(ids)} tokens leaves no room for a response within sequence_length {self._context.sequence_length}{where}. "
-                "Fix: raise sequence_length, or shorten the history"
-            )
-        if outside := ids[(ids < 0) | (ids >= self._vocabulary)].tolist():
-            raise EngineError(f"token id {outside[0]} is outside the model's vocabulary of {self._vocabulary}{where}")
-        if request.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0:
-            raise EngineError(f"cannot sample {request.max_new_tokens} tokens with {args}{where}: outside the allowed ranges")
-        return Row(ids, min(request.max_new_tokens, room), request.seed, args, self._stopper(args.stop_strings), request.images)
+        args, limit = request.args, min(request.max_new_tokens, longest - len(ids))
+        return Row(ids, limit, request.seed, args, self._stopper(args.stop_strings), request.images)
 
     def _stopper(self, strings: tuple[str, ...]) -> Callable[[np.ndarray], bool] | None:
         if not strings:

@@ -21,10 +21,10 @@ from turnwise_megatron.export import write_model
 from turnwise_megatron.parallel import import_megatron, join
 from turnwise_megatron.shim import cuda_or_cpu
 from turnwise_torch.base import ModelStrategy, device_of
+from turnwise_torch.checks import role_problems
 from turnwise_torch.guard import is_out_of_memory, out_of_memory_told
 from turnwise_torch.microbatch import Layout, MicroBatch, padding
 from turnwise_torch.models import torch_dtype
-from turnwise_torch.objective import kl_estimator
 
 if TYPE_CHECKING:
     from turnwise_megatron.logprobs import Share
@@ -65,23 +65,13 @@ class MegatronStrategy(ModelStrategy):
             config.data_parallel_size(max(context.ranks.size, len(context.devices)))
         except ValueError as error:
             problems.append(f"{role}.device_mapping: {error}. Fix: the number of devices, or the sizes in strategy_config")
-        if context.trainable and context.dtype == "fp16":
-            problems.append(f"{role}.model_args.dtype: fp16 cannot be trained by strategy megatron, which scales no losses. Fix: bf16 or fp32")
-        if context.temperature <= 0:
-            problems.append(f"{role} needs a sampling temperature over 0 (log-probs are of logits / temperature), got {context.temperature}")
+        problems += role_problems(context, "megatron")
         if context.use_sequence_packing:
             problems.append(f"{role}.use_sequence_packing: strategy megatron does not pack. Fix: false; token budgets sort samples by length")
         if context.lora is not None:
             problems.append(f"{role}.model_args: strategy megatron trains no adapters (LoRA). Fix: strategy_name: torch or deepspeed")
         if context.frozen:
             problems.append(f"{role}: strategy megatron cannot freeze {', '.join(context.frozen)}. Fix: strategy_name: torch or deepspeed")
-        if context.trainable and context.objective is None:
-            problems.append(f"{role} is trainable but has no objective")
-        elif context.objective is not None:
-            try:
-                kl_estimator(context.objective.kl_loss_type)
-            except ValueError as error:
-                problems.append(f"kl_loss_type: {error}")
         known = refusals(context.model, config) if context.model != Path() else []  # before a run the model is not prepared yet
         return [*problems, *arguments.problems(role, config.engine_args), *known]
 

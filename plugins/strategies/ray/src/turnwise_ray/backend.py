@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from attrs import define, evolve
+from attrs import define, evolve, field
 
 from turnwise.contracts.runtime import RolePlan
 from turnwise.contracts.train import Offer
@@ -26,13 +26,13 @@ log = logging.getLogger("turnwise")
 
 @define(eq=False)
 class _Member:
-    """One engine: its seats, its actor (None while it is being replaced), its node, and how many readers of an offer it counts as."""
+    """One engine: its seats, its actor (None while it is being replaced), its node, and as how many readers of an offer it counts, by transport."""
 
     number: int
     seats: list[Seat]
     actor: Any = None
     node: str = ""
-    readers: int = 1
+    readers: Mapping[str, int] = field(factory=dict)
     restarts: int = 0
 
 
@@ -116,7 +116,7 @@ class RayBackend(Router):
 
     def _readers(self, members: Sequence[_Member], transport: str) -> int:
         near, far = self._by_node(members, transport)
-        return sum(member.readers for member in near) + len(far)
+        return sum(member.readers[transport] for member in near) + len(far)
 
     async def receive(self, offer: Offer) -> int:
         """Give the weights to all engines and return the version that all of them serve. Raises EngineError."""
@@ -229,7 +229,7 @@ class RayBackend(Router):
         sink = ray.remote(RelaySink).options(**self._cluster.on_node(node)).remote("relay.sink")
         try:
             (await result(source.open.remote(offer.payload, seconds), seconds)).unwrap("relay.source", EngineError)
-            opened = await result(sink.open.remote(sum(member.readers for member in members), seconds), seconds)
+            opened = await result(sink.open.remote(sum(member.readers[offer.transport] for member in members), seconds), seconds)
             there = evolve(offer, payload=opened.unwrap("relay.sink", EngineError))
             pump = result(sink.pump.remote(source))
             pumped, *read = await asyncio.gather(pump, *(self._receive(member, there) for member in members), return_exceptions=True)

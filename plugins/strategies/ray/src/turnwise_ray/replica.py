@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import evolve
 
-from turnwise.contracts.inference import Request
+from turnwise.contracts.inference import Request, receivers
 from turnwise.contracts.runtime import RolePlan
 from turnwise.data.trajectory import Generation
 from turnwise.plugins import registry
@@ -23,14 +23,15 @@ class Replica(Process):
         self._told = -1
 
     async def start(self, home: Home, plan: bytes, devices: tuple[int, ...]) -> Answer:
-        """Build the backend; answers (input, transports, receivers, node)."""
+        """Build the backend; answers (input, transports, readers of an offer by transport, node)."""
 
         async def work() -> Any:
             home.enter()
             built: RolePlan = unpacked(plan)
             context = evolve(built.context, devices=devices)
             self._backend = registry().build(built.kind, built.implementation, built.config, context)
-            return self._backend.input, tuple(self._backend.transports), int(getattr(self._backend, "receivers", 1)), self.node()[0]
+            transports = tuple(self._backend.transports)
+            return self._backend.input, transports, {name: receivers(self._backend, name) for name in transports}, self.node()[0]
 
         return await self.answer_later(work())
 

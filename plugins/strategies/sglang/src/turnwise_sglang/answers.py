@@ -9,7 +9,7 @@ import numpy as np
 from attrs import frozen
 
 from turnwise.contracts.chat import Chat
-from turnwise.contracts.inference import Request
+from turnwise.contracts.inference import Request, checked_ids
 from turnwise.data.trajectory import Generation, float32, int32
 from turnwise.errors import EngineError
 
@@ -24,28 +24,17 @@ class Limits:
 
 def body(request: Request, limits: Limits, stop_ids: Sequence[int]) -> dict[str, Any]:
     """The JSON of /generate, without its `rid`. Raises EngineError for a request that cannot be served."""
-    args, where = request.args, f" (request of {request.tag})" if request.tag else ""
-    if request.ids is None or not len(request.ids):
-        raise EngineError(f"the sglang backend takes token ids, and the request has none{where}")
+    args = request.args
+    ids = checked_ids(request, "sglang", limits.vocabulary, limits.sequence_length)
     if request.images:
+        where = f" (request of {request.tag})" if request.tag else ""
         raise EngineError(f"the sglang backend takes text only, and the request holds {len(request.images)} images{where}. Fix: hf or vllm")
-    ids = int32(request.ids)
-    room = limits.sequence_length - len(ids)
-    if room < 1:
-        raise EngineError(
-            f"a prompt of {len(ids)} tokens leaves no room for a response within sequence_length {limits.sequence_length}{where}. "
-            "Fix: raise sequence_length, or shorten the history"
-        )
-    if outside := ids[(ids < 0) | (ids >= limits.vocabulary)].tolist():
-        raise EngineError(f"token id {outside[0]} is outside the model's vocabulary of {limits.vocabulary}{where}")
-    if request.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0:
-        raise EngineError(f"cannot sample {request.max_new_tokens} tokens with {args}{where}: outside the allowed ranges")
     return {
         "input_ids": ids.tolist(),
         "return_logprob": True,
         "stream": bool(args.stop_strings),
         "sampling_params": {
-            "max_new_tokens": min(request.max_new_tokens, room),
+            "max_new_tokens": min(request.max_new_tokens, limits.sequence_length - len(ids)),
             "temperature": args.temperature,
             "top_p": args.top_p,
             "top_k": args.top_k or -1,

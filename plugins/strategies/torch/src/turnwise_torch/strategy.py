@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,13 +14,12 @@ from turnwise.contracts.train import Offer, TrainContext
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise_torch import lora, models, shared
 from turnwise_torch.base import ModelStrategy, device_of
+from turnwise_torch.checks import model_problems
 from turnwise_torch.config import TorchConfig
 from turnwise_torch.fsdp import ShardedModel
 from turnwise_torch.guard import out_of_memory_told
 from turnwise_torch.microbatch import MicroBatch
-from turnwise_torch.objective import kl_estimator
 from turnwise_torch.optimizer import MasterAdamW
-from turnwise_torch.packing import DENSE, varlen
 from turnwise_torch.parts import Place, is_in_parts, read_parts, write_parts
 from turnwise_torch.state import STATE_FILE, read_state, write_state
 
@@ -55,34 +53,7 @@ class TorchStrategy(ModelStrategy):
     @staticmethod
     def check(config: TorchConfig, context: TrainContext) -> list[str]:
         """What can be known before the model is loaded: one line per problem, `machine: …` for what only this machine lacks."""
-        role, problems = context.role, lora.problems(context)
-        if context.trainable and context.dtype == "fp16":
-            problems.append(f"{role}.model_args.dtype: fp16 cannot be trained by strategy torch, which scales no losses. Fix: bf16 or fp32")
-        if context.temperature <= 0:
-            problems.append(f"{role} needs a sampling temperature over 0 (log-probs are of logits / temperature), got {context.temperature}")
-        if context.attn_implementation.startswith("flash_attention"):
-            if importlib.util.find_spec("flash_attn") is None:
-                problems.append(
-                    f"machine: {role}.model_args.attn_implementation: {context.attn_implementation} needs the package flash_attn. Fix: sdpa"
-                )
-            if context.dtype == "fp32":
-                problems.append(f"{role}.model_args.attn_implementation: {context.attn_implementation} needs dtype bf16 or fp16. Fix: sdpa")
-        if context.use_sequence_packing:
-            if not varlen(context.attn_implementation) and context.attn_implementation not in DENSE:
-                problems.append(
-                    f"{role}.use_sequence_packing: {context.attn_implementation} is not packed by strategy torch. "
-                    f"Fix: model_args.attn_implementation: sdpa, or use_sequence_packing: false"
-                )
-            if None in (context.max_tokens_per_microbatch_in_train, context.max_tokens_per_microbatch_in_infer):
-                problems.append(f"{role}.use_sequence_packing needs both token budgets")
-        if context.trainable and context.objective is None:
-            problems.append(f"{role} is trainable but has no objective")
-        elif context.objective is not None:
-            try:
-                kl_estimator(context.objective.kl_loss_type)
-            except ValueError as error:
-                problems.append(f"kl_loss_type: {error}")
-        return problems
+        return model_problems(context, "torch")
 
     def offer(self, transport: str, version: int, receivers: int = 1) -> Offer:
         """`shared`: {"key"} for turnwise_torch.shared.lookup; others as ModelStrategy.offer."""

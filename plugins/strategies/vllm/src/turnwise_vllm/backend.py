@@ -15,7 +15,7 @@ from turnwise.errors import ConfigError, EngineError, listed
 from turnwise_vllm.arguments import cpu_build, model_facts, problems, replicas
 from turnwise_vllm.config import VllmConfig
 from turnwise_vllm.engine import Engine, LocalEngine
-from turnwise_vllm.requests import checked_ids, collapsed, generation, number, sampling
+from turnwise_vllm.requests import collapsed, generation, number, prompt_ids, sampling
 from turnwise_vllm.server import ServedEngine
 
 
@@ -64,7 +64,7 @@ class VllmBackend:
 
     async def generate(self, request: Request) -> Generation:
         """Sample one response. Raises EngineError: a prompt without room or with ids outside the vocabulary, an engine that is gone."""
-        ids = checked_ids(request, self._vocabulary, self._longest)
+        ids = prompt_ids(request, self._vocabulary, self._longest)
         prompt = collapsed(ids, self._image_token, len(request.images))
         self._refuse()
         if self._empty:

@@ -9,7 +9,7 @@ import numpy as np
 from attrs import frozen
 
 from turnwise.contracts.chat import Chat
-from turnwise.contracts.inference import GeneratingArgs, Request
+from turnwise.contracts.inference import GeneratingArgs, Request, checked_ids
 from turnwise.data.trajectory import Generation, float32, int32
 from turnwise.errors import EngineError
 
@@ -29,23 +29,15 @@ class Answer:
     prompt: int | None = None
 
 
-def checked_ids(request: Request, vocabulary: int, longest: int) -> np.ndarray:
-    """The request's ids, int32. Raises EngineError for what vLLM must not see: no ids, no room, an id outside the vocabulary."""
-    args, where = request.args, f" (request of {request.tag})" if request.tag else ""
-    if request.ids is None or not len(request.ids):
-        raise EngineError(f"the vllm backend takes token ids, and the request has none{where}")
-    ids = int32(request.ids)
-    if len(ids) >= longest:
+def prompt_ids(request: Request, vocabulary: int, longest: int) -> np.ndarray:
+    """The request's ids, int32. Raises EngineError for what vLLM must not see (turnwise.contracts.inference.checked_ids), and for a temperature
+    that it does not sample at."""
+    ids = checked_ids(request, "vllm", vocabulary, longest, limit=f"{longest} tokens")
+    if 0 < request.args.temperature < COLDEST:
+        where = f" (request of {request.tag})" if request.tag else ""
         raise EngineError(
-            f"a prompt of {len(ids)} tokens leaves no room for a response within {longest} tokens{where}. "
-            "Fix: raise sequence_length, or shorten the history"
+            f"temperature {request.args.temperature} is below {COLDEST}, the lowest that vLLM samples at{where}. Fix: 0 (greedy), or more"
         )
-    if outside := ids[(ids < 0) | (ids >= vocabulary)].tolist():
-        raise EngineError(f"token id {outside[0]} is outside the model's vocabulary of {vocabulary}{where}")
-    if request.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0:
-        raise EngineError(f"cannot sample {request.max_new_tokens} tokens with {args}{where}: outside the allowed ranges")
-    if 0 < args.temperature < COLDEST:
-        raise EngineError(f"temperature {args.temperature} is below {COLDEST}, the lowest that vLLM samples at{where}. Fix: 0 (greedy), or more")
     return ids
 
 
