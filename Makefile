@@ -30,9 +30,10 @@ test: $(VENV)/.ready  ## all tests
 
 # DeepSpeed, Megatron Core, Ray and vLLM live in one environment, SGLang with its own pins in another. Installed without dependencies: the
 # requirements are complete, and some engines ask for CUDA-linked packages that do not import on a CPU.
-$(ENGINES)/.ready: requirements/engines.txt $(wildcard core/pyproject.toml plugins/*/*/pyproject.toml)
+$(ENGINES)/.ready: requirements/engines.txt requirements/vision.txt $(wildcard core/pyproject.toml plugins/*/*/pyproject.toml)
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/$(INSTALL) --no-deps -r requirements/engines.txt
+	$(ENGINES)/bin/$(INSTALL) --no-deps --upgrade --target $(ENGINES)/share/torchvision -r requirements/vision.txt
 	$(ENGINES)/bin/$(INSTALL) --no-deps --no-build-isolation $(addprefix -e ,$(DISTRIBUTIONS))
 	touch $@
 

@@ -101,7 +101,7 @@ def table(results: dict[tuple[str, str, str], dict[str, float | str]], steps: in
     lines = [
         "# One YAML, every pair of engines",
         "",
-        f"`make matrix`: `examples/engines.yaml`, FrozenLake 3×3 from random weights, {steps} steps of 64 episodes, one seed: greedy success on 128 "
+        f"`make matrix`: `examples/engines.yaml`, FrozenLake 3×3 from random weights, {steps} steps of 128 episodes, one seed: greedy success on 128 "
         f"levels held out by content. Machine: {os.cpu_count()} cores of {platform.machine()}, no GPU, OMP_NUM_THREADS="
         f"{os.environ.get('OMP_NUM_THREADS', 'unset')}. CPU seconds are those of all processes of the run, start and evaluation included.",
         "",

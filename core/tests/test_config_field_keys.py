@@ -102,6 +102,8 @@ USED: list[tuple[str, list[str], Any]] = [  # path in the configuration, overrid
     (f"{TRAIN}.model_args.disable_gradient_checkpointing", [f"{TRAIN}.model_args.disable_gradient_checkpointing=true"], True),
     (f"{TRAIN}.model_args.lora_rank", [f"{TRAIN}.model_args.lora_rank=null"], None),
     (f"{TRAIN}.model_args.lora_rank", [f"{TRAIN}.model_args.lora_rank=8"], 8),
+    *[(f"{TRAIN}.model_args.lora_sync", [f"{TRAIN}.model_args.lora_rank=8", f"{TRAIN}.model_args.lora_sync={how}"], how)
+      for how in ("merged", "adapter")],
     (f"{TRAIN}.model_args.lora_alpha", [f"{TRAIN}.model_args.lora_rank=8", f"{TRAIN}.model_args.lora_alpha=16"], 16),
     *[(f"{TRAIN}.model_args.lora_target", [f"{TRAIN}.model_args.lora_rank=8", f"{TRAIN}.model_args.lora_target={given}"], target)
       for given, target in (("all-linear", "all-linear"), ("[q_proj, v_proj]", ["q_proj", "v_proj"]))],

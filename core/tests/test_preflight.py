@@ -407,6 +407,75 @@ def inference_backends():
     assert found(path, paired, "actor_infer.device_mapping=[0, 1]").config == []
 
 
+@pytest.mark.parametrize(("gpus", "attached", "refused"), [(1, "", True), (2, "", False), (0, "", False), (1, "http://there", False)])
+def test_an_engine_without_devices_must_fit_into_those_that_the_runtime_gives_it(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, attached: str, refused: bool
+) -> None:
+    """Without GPUs it starts as many processes as it likes, and a server that runs already has its own."""
+    both = f"""
+from attrs import frozen
+from turnwise.testing.fakes import FakeBackend, FakeRuntime
+
+@frozen
+class Pairs:
+    base_url: str = ""
+
+    def data_parallel_size(self, world):
+        if world % 2:
+            raise ValueError(f"{{world}} devices are not pairs")
+        return world // 2
+
+class Giving(FakeRuntime):
+    one_process = False
+
+    @staticmethod
+    def least_devices(config):
+        return {gpus}
+
+@turnwise.hookimpl
+def inference_backends():
+    return [Implementation("paired", FakeBackend, Pairs)]
+
+@turnwise.hookimpl
+def runtimes():
+    return [Implementation("giving", Giving)]
+"""
+    monkeypatch.setattr(module, "visible_gpus", lambda: 8)
+    paired = f"actor_infer.strategy_args={{strategy_name: paired, strategy_config: {{base_url: '{attached}'}}}}"
+    got = found(toy(plugins=plugin(tmp_path, both)), "runtime=giving", paired).config
+    line = "$.actor_infer.device_mapping is missing: runtime 'giving' gives such a role 1 GPU, and 1 devices are not pairs. "
+    assert got == ([line + "Fix: other sizes, or other devices"] if refused else [])
+
+
+def test_adapters_alone_need_both_sides(toy: Toy, tmp_path: Path) -> None:
+    both = """
+from turnwise.testing.fake_model import FakeStrategy
+from turnwise.testing.fakes import FakeBackend, FakeBackendConfig
+
+class Offers(FakeStrategy):
+    adapters = True
+
+class Takes(FakeBackend):
+    adapters = True
+
+@turnwise.hookimpl
+def inference_backends():
+    return [Implementation("takes", Takes, config=FakeBackendConfig)]
+
+@turnwise.hookimpl
+def train_strategies():
+    return [Implementation("offers", Offers)]
+"""
+    path = toy(plugins=plugin(tmp_path, both))
+    rank, sync = "actor_train.model_args.lora_rank=4", "actor_train.model_args.lora_sync=adapter"
+    offers, takes = "actor_train.strategy_args.strategy_name=offers", "actor_infer.strategy_args.strategy_name=takes"
+    line = "$.actor_train.model_args.lora_sync: the strategy of {} whole weights only. Fix: lora_sync: merged"
+    assert only(found(path, rank, sync, takes).config) == line.format("actor_train offers")
+    assert only(found(path, rank, sync, offers).config) == line.format("actor_infer takes")
+    assert found(path, rank, sync, offers, takes).config == []
+    assert found(path, rank).config == found(path, sync).config == []
+
+
 def test_a_runtime_may_need_gpus_for_roles_without_device_mapping(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = """
 from turnwise.testing.fakes import FakeRuntime

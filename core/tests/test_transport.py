@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 import pytest
 
 from turnwise.config.schema import EnvManagerConfig, ModelArgs, Role, RunConfig
 from turnwise.contracts.inference import receivers
-from turnwise.errors import EngineError
-from turnwise.pipeline.transport import choose
+from turnwise.contracts.train import Offer
+from turnwise.errors import EngineError, TrainerError
+from turnwise.pipeline import transport
+from turnwise.pipeline.transport import choose, deliver
 
 OFFERED = ("shared", "shared_memory", "process_group", "safetensors")
 ON_GPUS = ("process_group", "shared_memory", "safetensors")
@@ -59,3 +63,61 @@ def test_the_number_of_receivers_may_depend_on_the_transport() -> None:
             return len(transport)
 
     assert [receivers(backend, "four") for backend in (object(), Fixed(), Told())] == [1, 3, 4]
+
+
+class Side:
+    """A trainer and a backend in one, each of which answers, raises, or waits until it is given up."""
+
+    def __init__(self, send: Any = None, receive: Any = 7) -> None:
+        self.does = {"send": send, "receive": receive}
+        self.given_up: list[str] = []
+
+    async def call(self, method: str, offer: Offer) -> Any:
+        answer = self.does[method]
+        if isinstance(answer, Exception):
+            raise answer
+        if answer == "wait":
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                self.given_up.append(method)
+                raise
+        return answer
+
+    async def receive(self, offer: Offer) -> Any:
+        return await self.call("receive", offer)
+
+
+def passed(side: Side) -> int:
+    async def whole() -> int:
+        try:
+            return await deliver(side, side, Offer("any", 7))
+        finally:
+            await asyncio.sleep(0)  # what is given up learns of it
+
+    return asyncio.run(whole())
+
+
+def test_the_version_is_the_backends() -> None:
+    assert passed(Side()) == 7
+
+
+@pytest.mark.parametrize(
+    ("side", "error", "other"),
+    [
+        (Side(send="wait", receive=EngineError("the engine did not start")), "the engine did not start", "send"),
+        (Side(send=TrainerError("out of chalk"), receive="wait"), "out of chalk", "receive"),
+    ],
+)
+def test_a_side_whose_other_failed_is_given_up_after_a_moment(side: Side, error: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "GRACE_SECONDS", 0.1)
+    began = time.monotonic()
+    with pytest.raises((EngineError, TrainerError), match=error):
+        passed(side)
+    assert time.monotonic() - began < 30
+    assert side.given_up == [other]
+
+
+def test_when_both_fail_the_first_is_told() -> None:
+    with pytest.raises(EngineError, match="no room"):
+        passed(Side(send=EngineError("no room"), receive=EngineError("the trainer stopped sending")))

@@ -38,6 +38,10 @@ class EngineError(TurnwiseError):
     """An inference backend could not serve a request."""
 
 
+class EngineLost(EngineError):
+    """The engine behind a backend has ended: this backend serves no more, and has to be built again."""
+
+
 class TrainerError(TurnwiseError):
     """A training strategy could not do its work (out of memory, a non-finite loss, a lost rank)."""
 

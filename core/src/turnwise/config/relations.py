@@ -248,6 +248,11 @@ def _adapters(config: RunConfig, report: Report) -> None:
         for key in ("lora_alpha", "lora_target"):
             if role is not None and role.model_args.lora_rank is None and getattr(role.model_args, key) is not None:
                 report.warn((name, "model_args", key), "has no effect: lora_rank is null, which trains the whole model")
+    for name in ROLES:
+        role = getattr(config, name)
+        if role is not None and role.model_args.lora_sync != "merged" and (name != "actor_train" or role.model_args.lora_rank is None):
+            why = "lora_rank is null, which trains the whole model" if name == "actor_train" else "only actor_train sends weights"
+            report.warn((name, "model_args", "lora_sync"), f"has no effect: {why}")
 
 
 def _trackers(config: RunConfig, report: Report) -> None:

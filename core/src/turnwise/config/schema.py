@@ -46,6 +46,7 @@ class ModelArgs:
     lora_rank: int | None = key(None, "rank of the LoRA adapters (null: full training)")
     lora_alpha: int | None = key(None, "scale of the LoRA adapters")
     lora_target: str | tuple[str, ...] | None = key(None, "modules that get LoRA adapters")
+    lora_sync: Literal["merged", "adapter"] = key("merged", "how the sampler gets LoRA weights: merged into the model, or the adapters alone")
     freeze_module_prefix: tuple[str, ...] = key((), "parameters whose names start so are not trained")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from attrs import field, frozen
 
 from turnwise.contracts.chat import Chat, Message
-from turnwise.contracts.train import Offer
+from turnwise.contracts.train import Lora, Offer
 from turnwise.data.trajectory import Generation, int32
 from turnwise.errors import EngineError
 
@@ -50,7 +50,9 @@ class Request:
 @frozen
 class InferenceContext:
     """What a backend is built with: the prepared model folder and its chat (None for players that need no model), the seed,
-    `dtype` (bf16 | fp16 | fp32), `attn_implementation`, the devices, the largest sequence, and how long a weight update may take."""
+    `dtype` (bf16 | fp16 | fp32), `attn_implementation`, the devices, the largest sequence, and how long a weight update may take.
+
+    `lora`: the adapters that every weight update will bring alone (`Offer.adapter`), over the weights of `model`; None: whole weights come."""
 
     model: Path | None
     chat: Chat | None
@@ -61,13 +63,15 @@ class InferenceContext:
     sequence_length: int = 2048
     infer_batch_size: int = 0
     weight_sync_timeout: float = 600.0
+    lora: Lora | None = None
 
 
 class InferenceBackend(Protocol):
     """Built as `Backend(config, context)`; all methods but `live` are coroutines of the driver's event loop.
 
     `input`: what requests carry. `transports`: how it can receive weights, best first (() for a player). Optional `receivers` (default 1):
-    how many engines read an offer, each for itself; or a method that tells it for a transport. Optional static `check`, as in
+    how many engines read an offer, each for itself; or a method that tells it for a transport. Optional `adapters` (default
+    False): whether it takes offers of adapters alone. Optional static `check`, as in
     turnwise.contracts.train. Optional static `cannot_sleep(config) -> str`: why `sleep` will be refused on GPUs, and the fix ("": it will not).
     """
 

@@ -56,7 +56,7 @@ class Runtime(Protocol):
     """Built as `Runtime(config, context)`.
 
     Optional static `counts_devices(config) -> bool`: False where the GPUs of this machine say nothing of those that `device_mapping` names.
-    Optional static `least_devices(config) -> int`: GPUs that a role without `device_mapping` gets; without it none are looked for.
+    Optional static `least_devices(config) -> int`: GPUs of this machine that a role without `device_mapping` gets; without it none are looked for.
     Optional `stage(plans, settings, chat, backend) -> Stage | None`: workers in which episodes are played (turnwise.rollout.stage); without
     it, or with None, they are played on the driver's event loop.
     """

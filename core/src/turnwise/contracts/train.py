@@ -3,6 +3,7 @@ handle makes them asynchronous."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -14,11 +15,15 @@ from turnwise.data.rows import Rows, Update, UpdateResult
 
 @frozen
 class Offer:
-    """Weights for a backend: which version, by which transport, and where to read them (`payload`, picklable)."""
+    """Weights for a backend: which version, by which transport, and where to read them (`payload`, picklable).
+
+    `adapter` None: the whole model, adapters merged. Else the low-rank adapters alone, for a backend that has the model they were made for:
+    PEFT's configuration of them (as adapter_config.json holds it), and the tensors come under the names of PEFT's adapter files."""
 
     transport: str
     version: int
     payload: dict[str, Any] = field(factory=dict)
+    adapter: Mapping[str, Any] | None = None
 
 
 @frozen
@@ -34,11 +39,14 @@ class Ranks:
 
 @frozen
 class Lora:
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) in place of full training; `target`: module names, None: PEFT's choice."""
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) in place of full training; `target`: module names, None: PEFT's choice.
+
+    `sync`: whether a backend gets them merged into the model's weights, or alone."""
 
     rank: int
     alpha: int
     target: tuple[str, ...] | str | None = None
+    sync: Literal["merged", "adapter"] = "merged"
 
 
 @frozen
@@ -107,8 +115,11 @@ class TrainStrategy(Protocol):
     dealt to the data parallel ranks by turnwise.data.dealing: each process gets its own share, which may be empty, and those of one data
     parallel rank get the same. `logprobs` and `values` answer for the rows given, `UpdateResult.loss` and `sums` for the rows given,
     `grad_norm` for all. Only rank 0 writes an offer's weights and an export; all take part in gathering them. `save` writes each process's
-    own part into the one folder. Optional static `check(config, context) -> list[str]`: what can be
-    known before anything is built, one line each; a line that begins with `machine: ` is the machine's lack, not the configuration's fault.
+    own part into the one folder.
+
+    Optional `adapters` (default False): whether it can offer adapters alone, as `context.lora.sync` asks; then every offer but one by
+    `shared` does. Optional static `check(config, context) -> list[str]`: what can be known before anything is built, one line each; a line that
+    begins with `machine: ` is the machine's lack, not the configuration's fault.
     """
 
     transports: tuple[str, ...]

@@ -171,6 +171,7 @@ def inference_context(config: RunConfig, model: Path | None, chat: Chat | None) 
         sequence_length=config.sequence_length,
         infer_batch_size=role.infer_batch_size,
         weight_sync_timeout=role.weight_sync_timeout,
+        lora=adapters_alone(config),
     )
 
 
@@ -207,7 +208,13 @@ def lora(args: ModelArgs) -> Lora | None:
     """The adapters that a role trains, if it does; alpha defaults to the rank (a scale of 1)."""
     if args.lora_rank is None:
         return None
-    return Lora(args.lora_rank, args.lora_rank if args.lora_alpha is None else args.lora_alpha, args.lora_target)
+    return Lora(args.lora_rank, args.lora_rank if args.lora_alpha is None else args.lora_alpha, args.lora_target, args.lora_sync)
+
+
+def adapters_alone(config: RunConfig) -> Lora | None:
+    """The actor's adapters, if the sampler is to get them alone."""
+    found = lora(config.actor_train.model_args)
+    return found if found is not None and found.sync == "adapter" else None
 
 
 def objective(config: RunConfig) -> Objective:

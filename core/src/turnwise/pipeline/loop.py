@@ -294,9 +294,9 @@ class Pipeline:
         timeout = self.config.actor_infer.weight_sync_timeout
         try:
             async with asyncio.timeout(timeout):
+                await self.backend.pause()  # before the readers are counted: an engine that died meanwhile is noticed here
                 offer = await self.actor.call("offer", self.transport, version, receivers(self.backend, self.transport))
-                await self.backend.pause()
-                _, now = await asyncio.gather(self.actor.call("send", offer), self.backend.receive(offer))
+                now = await transport.deliver(self.actor, self.backend, offer)
                 await self.backend.resume()
         except TimeoutError as error:
             raise EngineError(f"the weight update to version {version} took over weight_sync_timeout = {timeout:g} s") from error

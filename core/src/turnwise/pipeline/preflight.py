@@ -135,6 +135,11 @@ def _transport_problems(config: RunConfig) -> list[str]:
     offered, taken = getattr(trainer, "transports", None), getattr(backend, "transports", None)
     if not (isinstance(offered, tuple) and isinstance(taken, tuple)) or getattr(backend, "input", "ids") == "messages":
         return []
+    if assembly.adapters_alone(config) is not None:
+        for side, target in (("actor_train", trainer), ("actor_infer", backend)):
+            if not getattr(target, "adapters", False):
+                does = "offers" if side == "actor_train" else "takes"
+                return [f"$.actor_train.model_args.lora_sync: the strategy of {side} {does} whole weights only. Fix: lora_sync: merged"]
     common = set(offered) & set(taken)
     dtypes = [config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype]
     if common == {"shared"} and dtypes[0] != dtypes[1]:
@@ -261,13 +266,23 @@ def _undividable(config: RunConfig, role: str, told: Sequence[str]) -> list[str]
     """Devices that hold no whole number of the engine's copies, if the engine's own check has not told it."""
     mapping, choice = assembly.role_of(config, role).device_mapping, assembly.role_of(config, role).strategy_args
     size = getattr(choice.config if choice is not None else None, "data_parallel_size", None)
-    if not mapping or size is None:
+    given = 0 if mapping or role != "actor_infer" else _given(config)
+    if size is None or not (mapping or given):
         return []
     try:
-        size(len(mapping))
+        size(len(mapping) or given)
     except ValueError as error:
-        return [] if any(str(error) in line for line in told) else [f"$.{role}.device_mapping: {error}. Fix: other sizes, or other devices"]
+        has = f" is missing: runtime {config.runtime.name!r} gives such a role {given} GPU{'s' if given > 1 else ''}, and" if given else ":"
+        return [] if any(str(error) in line for line in told) else [f"$.{role}.device_mapping{has} {error}. Fix: other sizes, or other devices"]
     return []
+
+
+def _given(config: RunConfig) -> int:
+    """GPUs that the runtime gives to a sampler that names none; 0: those that the engine finds, or none, as where it is attached to."""
+    choice = config.actor_infer.strategy_args
+    ask = getattr(_target("runtime", config.runtime), "least_devices", None)
+    attached = getattr(choice.config if choice is not None else None, "base_url", None)
+    return 0 if ask is None or attached else int(ask(config.runtime.config))
 
 
 def _sleepless(config: RunConfig, role: str) -> list[str]:

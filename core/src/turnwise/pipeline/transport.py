@@ -1,11 +1,17 @@
-"""By which transport weights go from the trainer to the backend."""
+"""How weights go from the trainer to the backend: by which transport, and the two sides of one update."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from turnwise.config.schema import RunConfig
+from turnwise.contracts.train import Offer
 from turnwise.errors import EngineError
+
+GRACE_SECONDS = 5.0
+"""After the failure of one side: how long the other may take to notice it and end in good order."""
 
 
 def choose(config: RunConfig, offered: Sequence[str], taken: Sequence[str], one_process: bool) -> str:
@@ -26,3 +32,20 @@ def choose(config: RunConfig, offered: Sequence[str], taken: Sequence[str], one_
         f"actor_train offers weights by {list(offered)}, actor_infer takes {list(taken)}: no common transport. "
         "Fix: choose a backend that can be trained; players serve `turnwise rollout` and `turnwise eval` only."
     )
+
+
+async def deliver(trainer: Any, backend: Any, offer: Offer) -> int:
+    """Let the trainer send `offer` and the backend receive it; returns the version that it serves. Raises what the first side to fail raised.
+
+    The other is then given up: a trainer would wait for a backend that never comes as long as an update may take.
+    """
+    sides = [asyncio.ensure_future(trainer.call("send", offer)), asyncio.ensure_future(backend.receive(offer))]
+    try:
+        _, version = await asyncio.gather(*sides)
+        return int(version)
+    except Exception:
+        await asyncio.wait(sides, timeout=GRACE_SECONDS)
+        raise
+    finally:
+        for side in sides:
+            side.cancel()

@@ -16,13 +16,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from attrs import evolve
 from deepspeed_cases import context, run_updates, weights_of
+from safetensors.torch import load_file
 
 from turnwise.contracts.train import Ranks
 from turnwise.data.dealing import deal
 from turnwise.data.rows import Rows, Update
 from turnwise.errors import TurnwiseError
 from turnwise_deepspeed.strategy import DeepspeedStrategy
-from turnwise_torch import base
+from turnwise_torch import base, lora
+from turnwise_torch.broadcast import Member
 from turnwise_torch.stream import receive
 
 
@@ -47,13 +49,16 @@ def share(rows: Rows, ranks: Ranks) -> Rows:
     return rows.select(deal(rows, ranks.size)[ranks.rank])
 
 
-def received(strategy: DeepspeedStrategy) -> dict[str, torch.Tensor]:
+def received(strategy: DeepspeedStrategy, transport: str = "shared_memory") -> dict[str, torch.Tensor]:
     """The weights as a backend gets them; on rank 0 alone."""
     got: dict[str, torch.Tensor] = {}
-    offer = strategy.offer("shared_memory", 3)
+    offer = strategy.offer(transport, 3)
+    if transport == "safetensors":
+        return load_file(Path(offer.payload["folder"]) / lora.ADAPTER_WEIGHTS) if strategy.context.ranks.rank == 0 else {}
+    stream = receive if transport == "shared_memory" else Member(torch.device("cpu")).receive
 
     def read() -> None:
-        for bucket in receive(offer.payload, 60):
+        for bucket in stream(offer.payload, 60):
             got.update({name: tensor.clone() for name, tensor in bucket})
 
     reader = threading.Thread(target=read)
@@ -87,6 +92,9 @@ def case(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
             out["weights"] = weights_of(strategy)
         if job.get("received"):
             out["received"] = received(strategy)
+        if job.get("alone"):
+            out["alone"] = {transport: received(strategy, transport) for transport in strategy.transports}
+            out["adapter"] = strategy.offer("safetensors", 4).adapter
         if "export" in job:
             strategy.export(job["export"])
         if "held" in out:

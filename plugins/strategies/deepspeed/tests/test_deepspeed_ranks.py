@@ -20,6 +20,7 @@ from turnwise.data.rows import Update
 from turnwise.errors import CheckpointError
 from turnwise.pipeline.aggregation import MODES, token_coefficients
 from turnwise.plugins import registry
+from turnwise_torch import lora
 from turnwise_torch.fixtures import tiny_vision_model
 from turnwise_torch.strategy import TorchStrategy
 
@@ -29,6 +30,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 LOSSES = sorted(entry.name for entry in registry().entries("policy_loss") if entry.plugin == "losses")
 AT_STAGE_3 = ("tied", "untied")
 ADAPTERS = {"lora": Lora(rank=4, alpha=8, target=("q_proj", "down_proj")), "seed": 3}
+ALONE = {"lora": Lora(rank=4, alpha=8, target=("q_proj", "down_proj"), sync="adapter"), "seed": 3, "bucket_bytes": 2000}
 LATER = [Update(make_rows(20 + i, n), lr=5e-4) for i, n in enumerate((3, 8))]
 """Updates after a checkpoint."""
 
@@ -96,6 +98,7 @@ def pair(folders: dict[str, Path], pictures: Path, shared: Path) -> list[dict[st
         "export": shared / "export-critic",
     }
     cases["adapters"] = {"model": folder, "config": zero(3), "context": ADAPTERS, "updates": five_updates(), "export": shared / "export-adapters"}
+    cases["adapters alone"] = {"model": folder, "config": zero(3), "context": ALONE, "updates": five_updates()[:2], "alone": True}
     shown = [Update(make_picture_rows(pictures, (True, False), i), lr=1e-3) for i in range(2)]
     cases["pictures"] = {"model": pictures, "config": zero(3), "context": {"objective": Objective(LossChoice("vanilla"))}, "updates": shown}
     cases |= {f"loss {name}": losses_case(folder, name) for name in LOSSES}
@@ -187,6 +190,20 @@ def test_sharded_adapters_are_those_of_plain_torch(pair: list[dict[str, Any]], p
     same(results_of(pair, "adapters"), expected)
     assert furthest(pair[0]["adapters"]["weights"], weights) <= 1e-5
     assert (shared / "export-adapters" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_adapters_alone_are_gathered_for_every_transport(pair: list[dict[str, Any]], folder: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed (pip install 'turnwise-torch[lora]')")
+    strategy = TorchStrategy(None, context(folder, **ALONE))
+    run_updates(strategy, five_updates()[:2])
+    expected = lora.adapter_tensors(strategy.model, lambda tensor: tensor)
+    first, second = (rank["adapters alone"] for rank in pair)
+    assert first["alone"].keys() == {"shared_memory", "process_group", "safetensors"}
+    for got in first["alone"].values():
+        assert furthest(got, expected) <= 1e-5
+    assert all(got == {} for got in second["alone"].values())
+    assert first["adapter"] == second["adapter"] == strategy.offer("safetensors", 4).adapter
+    assert (first["gathered"], second["gathered"]) == (0, 0)
 
 
 def test_one_rank_has_the_pictures_and_both_step_the_vision_tower(pair: list[dict[str, Any]], pictures: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,11 +15,12 @@ import torch
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation, int32
-from turnwise.errors import ConfigError, EngineError
+from turnwise.errors import ConfigError, EngineError, TrainerError
 from turnwise_hf import backend as backend_module
 from turnwise_hf.backend import HfBackend
 from turnwise_hf.config import HfConfig
 from turnwise_hf.fixtures import backend_fixture
+from turnwise_torch.broadcast import Hub
 from turnwise_torch.models import load_causal_lm
 from turnwise_torch.shared import lookup, publish, withdraw
 from turnwise_torch.stream import Sender, buckets
@@ -326,7 +327,15 @@ def test_a_folder_received_after_shared_weights_leaves_the_trainers_alone(make: 
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.state_dict().items())
 
 
-def send(model: torch.nn.Module, sender: Sender, *without: str) -> threading.Thread:
+@pytest.fixture(params=["shared_memory", "process_group"])
+def senders(request: pytest.FixtureRequest) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A transport that streams, and what makes the sender of one update."""
+    hub = Hub("", torch.device("cpu"), 10)
+    yield request.param, lambda: Sender(1, 10) if request.param == "shared_memory" else hub.sender(1)
+    hub.close()
+
+
+def send(model: torch.nn.Module, sender: Any, *without: str) -> threading.Thread:
     weights = [(name, tensor) for name, tensor in model.state_dict().items() if name not in without]
     thread = threading.Thread(target=sender.send, args=(buckets(weights, 10_000),))
     thread.start()
@@ -334,14 +343,16 @@ def send(model: torch.nn.Module, sender: Sender, *without: str) -> threading.Thr
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_streamed_weights_serve_in_the_backends_dtype(make: Callable[..., Path], folder: Path, dtype: str) -> None:
+def test_streamed_weights_serve_in_the_backends_dtype(make: Callable[..., Path], folder: Path, dtype: str, senders: Any) -> None:
     trainer = load_causal_lm(make(seed=8), dtype, "sdpa")
+    transport, sender_of_one = senders
 
     async def work(backend: HfBackend) -> Generation:
-        sender = Sender(1, 10)
-        thread = send(trainer, sender)
-        assert await backend.receive(Offer("shared_memory", 3, sender.payload)) == 3
-        thread.join()
+        for version in (2, 3):
+            sender = sender_of_one()
+            thread = send(trainer, sender)
+            assert await backend.receive(Offer(transport, version, sender.payload)) == version
+            thread.join()
         return await backend.generate(request)
 
     request = ask()
@@ -350,14 +361,15 @@ def test_streamed_weights_serve_in_the_backends_dtype(make: Callable[..., Path],
     check(generation, trainer.float(), request)
 
 
-def test_an_update_that_breaks_off_never_serves_half_of_it(make: Callable[..., Path], folder: Path) -> None:
+def test_an_update_that_breaks_off_never_serves_half_of_it(make: Callable[..., Path], folder: Path, senders: Any) -> None:
     trainer = load_causal_lm(make(seed=8), "fp32", "sdpa")
+    transport, sender_of_one = senders
 
     async def work(backend: HfBackend) -> None:
-        sender = Sender(1, 10)
+        sender = sender_of_one()
         thread = send(trainer, sender, "model.norm.weight")
         with pytest.raises(EngineError, match=r"lack 1 of the model's tensors, such as 'model\.norm\.weight'"):
-            await backend.receive(Offer("shared_memory", 3, sender.payload))
+            await backend.receive(Offer(transport, 3, sender.payload))
         thread.join()
         with pytest.raises(EngineError, match="half old and half new"):
             await backend.generate(ask())
@@ -365,10 +377,25 @@ def test_an_update_that_breaks_off_never_serves_half_of_it(make: Callable[..., P
     with_backend(folder, work)
 
 
+def test_weights_of_another_model_end_the_trainers_sending_at_once(make: Callable[..., Path], folder: Path, senders: Any) -> None:
+    trainer = load_causal_lm(make(num_layers=3), "fp32", "sdpa")
+    transport, sender_of_one = senders
+
+    async def work(backend: HfBackend) -> None:
+        sender = sender_of_one()
+        sending = asyncio.create_task(asyncio.to_thread(sender.send, buckets(trainer.state_dict().items(), 10_000)))
+        with pytest.raises(EngineError, match=r"the trainer sent 'model\.layers\.2.*, the model has none of that name"):
+            await backend.receive(Offer(transport, 3, sender.payload))
+        with pytest.raises(TrainerError, match="stopped reading the weights"):
+            await asyncio.wait_for(sending, 5)
+
+    with_backend(folder, work)
+
+
 @pytest.mark.parametrize(
     ("offer", "message"),
     [
-        (Offer("nccl", 1), "cannot receive weights by 'nccl'. Known: safetensors, shared"),
+        (Offer("nccl", 1), "cannot receive weights by 'nccl'. Known: process_group, safetensors, shared"),
         (Offer("shared", 1, {"key": "nobody"}), "no shared model 'nobody'"),
         (Offer("safetensors", 1, {"folder": "/nowhere"}), "no safetensors weights"),
     ],

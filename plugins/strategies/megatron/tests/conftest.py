@@ -27,9 +27,11 @@ COUNTS = (9, 4, 1, 7, 5)
 RATES = (1e-3, 8e-4, 2e-3, 5e-4, 1e-3)
 
 
-def make_model(folder: Path, family: str = "qwen2", tied: bool = True, seed: int = 0) -> Path:
+def make_model(folder: Path, family: str = "qwen2", tied: bool = True, seed: int = 0, **changes: Any) -> Path:
     """A random model in fp32, larger weights than usual so that mistakes show: 2 layers, 4 heads in 2 groups, an odd vocabulary."""
-    options: dict[str, Any] = {"head_dim": 16} if family == "qwen3" else {}
+    options: dict[str, Any] = {"head_dim": 16} if family in ("qwen3", "qwen3_moe") else {}
+    if family == "qwen3_moe":  # a dense layer before one of four experts
+        options |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [0]}
     if family == "llama":
         scaled = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         options["rope_parameters"] = {**scaled, "original_max_position_embeddings": 16}
@@ -45,7 +47,7 @@ def make_model(folder: Path, family: str = "qwen2", tied: bool = True, seed: int
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,
-        **options,
+        **{**options, **changes},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -135,6 +137,20 @@ def plain_log_probs(model: torch.nn.Module, rows: Rows, temperature: float = 0.7
     return torch.cat(log_probs), torch.cat(entropies)
 
 
+def checkpoint_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict under the names of checkpoints: transformers holds a layer's experts as one tensor, files hold them one by one."""
+    out = {}
+    for name, tensor in state.items():
+        layer, _, part = name.rpartition(".")
+        if not layer.endswith(".experts"):
+            out[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            parts = {"gate_proj": expert[: len(expert) // 2], "up_proj": expert[len(expert) // 2 :]} if part == "gate_up_proj" else {part: expert}
+            out |= {f"{layer}.{number}.{key}.weight": value for key, value in parts.items()}
+    return out
+
+
 def plain_training(folder: Path, updates: list[Update]) -> dict[str, Any]:
     """Plain AdamW on the transformers model: losses, gradient norms, weights after each three and all updates."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -142,7 +158,7 @@ def plain_training(folder: Path, updates: list[Update]) -> dict[str, Any]:
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-6)
-    out: dict[str, Any] = {"losses": [], "norms": [], "before": {name: p.clone() for name, p in model.state_dict().items()}}
+    out: dict[str, Any] = {"losses": [], "norms": [], "before": checkpoint_names({name: p.clone() for name, p in model.state_dict().items()})}
     for update in updates:
         coef, advantages = (torch.from_numpy(update.rows.columns[name]).float() for name in ("coef", "advantages"))
         log_probs, entropies = plain_log_probs(model, update.rows)
@@ -154,7 +170,7 @@ def plain_training(folder: Path, updates: list[Update]) -> dict[str, Any]:
         for group in adam.param_groups:
             group["lr"] = update.lr
         adam.step()
-    return {**out, "after": {name: p.detach().clone() for name, p in model.state_dict().items()}}
+    return {**out, "after": checkpoint_names({name: p.detach().clone() for name, p in model.state_dict().items()})}
 
 
 def start_ranks(folder: Path, size: int, cases: Mapping[str, dict[str, Any]], timeout: float = 600) -> list[dict[str, Any]]:

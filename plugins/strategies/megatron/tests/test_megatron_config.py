@@ -24,7 +24,10 @@ def test_the_data_parallel_size_is_what_model_parallelism_leaves(sizes: tuple[in
     assert config(*sizes).data_parallel_size(world) == data
 
 
-@pytest.mark.parametrize(("sizes", "text"), [((4, 1, 1), "6 devices are not divisible by tensor"), ((1, 1, 1, 4), "expert_model_parallel_size 4")])
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [((4, 1, 1), "6 devices are not divisible by tensor"), ((1, 1, 1, 4), "6 devices of a pipeline stage are not divisible by expert_model")],
+)
 def test_devices_that_cannot_be_divided_are_an_error(sizes: tuple[int, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         config(*sizes).data_parallel_size(6)

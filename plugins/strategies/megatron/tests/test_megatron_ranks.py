@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-6}
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = {**TENSOR, "sequence_parallel": True, "use_distributed_optimizer": False, "recompute_granularity": "full"}
+EXPERT = {"expert_model_parallel_size": 2}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 TWO: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "tensor": ("llama", False, TENSOR),
@@ -31,6 +32,7 @@ TWO: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "pipeline": ("qwen2", True, PIPELINE),
     "data": ("qwen2", True, {}),
     "context": ("qwen3", True, {"context_parallel_size": 2}),
+    "expert": ("qwen3_moe", False, EXPERT),
 }
 FOUR: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "tensor-pipeline": ("qwen2", True, {**TENSOR, **PIPELINE}),
@@ -39,6 +41,11 @@ FOUR: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "context-pipeline": ("qwen2", True, {**PIPELINE, "context_parallel_size": 2}),
     "data-tensor": ("qwen2", True, {**TENSOR, "recompute_granularity": "selective"}),
     "data-pipeline": ("llama", False, {**PIPELINE, "use_distributed_optimizer": False}),
+    "expert-tensor": ("qwen3_moe", False, {**SEQUENCE, **EXPERT, "expert_tensor_parallel_size": 1}),
+    "expert-tensor-parts": ("qwen3_moe", True, {**TENSOR, "sequence_parallel": True, **EXPERT}),
+    "expert-pipeline": ("qwen3_moe", False, {**EXPERT, **PIPELINE}),
+    "expert-context": ("qwen3_moe", True, {**EXPERT, "context_parallel_size": 2, "recompute_granularity": "full"}),
+    "expert-data": ("qwen3_moe", False, {**EXPERT, "use_distributed_optimizer": False}),
     "data-context": ("qwen3", True, {"context_parallel_size": 2, "engine_args": {"overlap_grad_reduce": True}}),
 }
 
@@ -61,6 +68,7 @@ def two(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     more = {
         "tensor": {"resume": True, "other": PIPELINE},
         "data": {"resume": True, "other": {"use_distributed_optimizer": False}},
+        "expert": {"resume": True, "other": {}, "sent": True, "exported": True},
         "sequence": {"sent": True},
         "pipeline": {"sent": True, "exported": True},
     }
@@ -69,7 +77,13 @@ def two(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def four(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return trained(lab, tmp_path_factory.mktemp("four"), 4, FOUR, **{"tensor-pipeline": {"sent": True, "exported": True}})
+    more = {
+        "tensor-pipeline": {"sent": True, "exported": True},
+        "expert-tensor-parts": {"sent": True, "exported": True},
+        "expert-pipeline": {"sent": True, "exported": True, "resume": True, "other": {}},
+        "expert-data": {"resume": True, "other": EXPERT},
+    }
+    return trained(lab, tmp_path_factory.mktemp("four"), 4, FOUR, **more)
 
 
 def by_data_rank(run: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -125,9 +139,13 @@ def test_a_folder_comes_back_bit_by_bit_on_the_first_rank_alone(two: dict[str, A
     assert not any(others)
 
 
-@pytest.mark.parametrize("name", ["tensor", "data"])
+@pytest.mark.parametrize("name", ["tensor", "data", "expert"])
 def test_resuming_is_exact_and_another_layout_is_refused_in_one_line(two: dict[str, Any], name: str) -> None:
-    for told in (each[name] for each in two["told"]):
+    check_resuming(two, name)
+
+
+def check_resuming(run: dict[str, Any], name: str) -> None:
+    for told in (each[name] for each in run["told"]):
         for again, before in zip(told["resumed"], told["results"][3:]):
             assert (again.loss, again.grad_norm, dict(again.sums)) == (before.loss, before.grad_norm, dict(before.sums))
         assert all(torch.equal(told["resumed_weights"][key], tensor) for key, tensor in told["after"].items())
@@ -136,20 +154,30 @@ def test_resuming_is_exact_and_another_layout_is_refused_in_one_line(two: dict[s
         assert "\n" not in told["refused"]
 
 
-@pytest.mark.parametrize("name", ["sequence", "pipeline"])
+@pytest.mark.parametrize("name", ["sequence", "pipeline", "expert"])
 def test_a_backend_receives_the_whole_model_in_buckets(two: dict[str, Any], name: str) -> None:
     told = two["told"][0][name]
     assert told["sent"].keys() == two["plain"][name]["after"].keys()
     assert all(torch.equal(told["sent"][key], tensor) for key, tensor in told["after"].items())
 
 
-def test_an_export_is_a_folder_that_transformers_loads(two: dict[str, Any]) -> None:
-    folder = two["folder"] / "pipeline" / "export"
+@pytest.mark.parametrize("name", ["pipeline", "expert"])
+def test_an_export_is_a_folder_that_transformers_loads(lab: Any, two: dict[str, Any], name: str) -> None:
+    folder = two["folder"] / name / "export"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    after = two["told"][0]["pipeline"]["after"]
-    assert all(torch.equal(tensor, after[name]) for name, tensor in model.state_dict().items())
+    after = two["told"][0][name]["after"]
+    assert all(torch.equal(tensor, after[key]) for key, tensor in lab.checkpoint_names(model.state_dict()).items())
     assert (folder / "tokenizer.json").is_file()
-    assert "lm_head.weight" not in load_file(folder / "model.safetensors")  # tied: the embedding serves
+    assert ("lm_head.weight" in load_file(folder / "model.safetensors")) == (name == "expert")  # tied: the embedding serves
+
+
+def test_ranks_that_share_experts_send_each_layer_whole(lab: Any, two: dict[str, Any]) -> None:
+    order = [_layer(name) for name in two["told"][0]["expert"]["sent"]]
+    assert [layer for layer, before in zip(order, [None, *order]) if layer != before and layer is not None] == ["0", "1"]
+
+
+def _layer(name: str) -> str | None:
+    return name.split(".")[2] if name.startswith("model.layers.") else None
 
 
 @pytest.mark.matrix
@@ -160,11 +188,19 @@ def test_five_updates_of_four_ranks_are_those_of_plain_torch(lab: Any, four: dic
 
 
 @pytest.mark.matrix
-def test_an_export_of_four_ranks_is_the_model(four: dict[str, Any]) -> None:
-    told = four["told"][0]["tensor-pipeline"]
-    model = AutoModelForCausalLM.from_pretrained(four["folder"] / "tensor-pipeline" / "export", dtype=torch.float32)
-    assert all(torch.equal(tensor, told["after"][name]) for name, tensor in model.state_dict().items())
-    assert all(torch.equal(told["sent"][name], tensor) for name, tensor in told["after"].items())
+@pytest.mark.parametrize("name", ["tensor-pipeline", "expert-tensor-parts", "expert-pipeline"])
+def test_an_export_of_four_ranks_is_the_model(lab: Any, four: dict[str, Any], name: str) -> None:
+    told = four["told"][0][name]
+    model = AutoModelForCausalLM.from_pretrained(four["folder"] / name / "export", dtype=torch.float32)
+    assert all(torch.equal(tensor, told["after"][key]) for key, tensor in lab.checkpoint_names(model.state_dict()).items())
+    assert told["sent"].keys() == told["after"].keys()
+    assert all(torch.equal(told["sent"][key], tensor) for key, tensor in told["after"].items())
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["expert-pipeline", "expert-data"])
+def test_resuming_four_ranks_that_share_experts_is_exact(four: dict[str, Any], name: str) -> None:
+    check_resuming(four, name)
 
 
 @pytest.mark.matrix
@@ -184,16 +220,29 @@ def test_every_loss_has_the_same_objective_on_two_ranks(lab: Any, qwen2: Path, t
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("config", [{**SEQUENCE}, {"context_parallel_size": 2}, PIPELINE], ids=["sequence", "context", "pipeline"])
+def test_experts_in_bf16_have_nearly_the_gradients_of_fp32_and_resume_exactly(lab: Any, tmp_path: Path) -> None:
+    model, updates = lab.make_model(tmp_path / "model", "qwen3_moe", False), lab.five_updates()
+    case = {"context": lab.context_of(model, dtype="bf16"), "updates": updates, "config": {**ADAM, **EXPERT}, "sent": True}
+    told = lab.start_ranks(tmp_path, 2, {"bf16": {**case, "resume": True, "other": {}}})
+    np.testing.assert_allclose([r.grad_norm for r in told[1]["bf16"]["results"]], lab.plain_training(model, updates)["norms"], rtol=0.05)
+    check_resuming({"told": told}, "bf16")
+    first = told[0]["bf16"]
+    assert all(tensor.dtype == torch.bfloat16 and torch.equal(first["sent"][key], tensor) for key, tensor in first["after"].items())
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("config", [SEQUENCE, {"context_parallel_size": 2}, PIPELINE, EXPERT], ids=["sequence", "context", "pipeline", "expert"])
 def test_a_critic_on_two_ranks_is_that_of_strategy_torch(lab: Any, qwen2: Path, tmp_path: Path, config: dict[str, Any]) -> None:
-    context = lab.context_of(qwen2, role="critic", head="value", objective=Objective(LossChoice("vanilla"), value_clip=0.2))
+    model = lab.make_model(tmp_path / "model", "qwen3_moe", False) if config is EXPERT else qwen2
+    context = lab.context_of(model, role="critic", head="value", objective=Objective(LossChoice("vanilla"), value_clip=0.2))
     updates = lab.five_updates()
     case = {"context": context, "updates": updates, "config": {**ADAM, **config}, "rows": lab.make_rows(11, 6), "exported": True}
     told = lab.start_ranks(tmp_path, 2, {"critic": case})
     critic = TorchStrategy(TorchConfig(**ADAM), context)
     results = [critic.update(update) for update in updates]
     np.testing.assert_array_equal(told[0]["critic"]["before"], 0)
-    for got, expected in zip(told[1]["critic"]["results"], results):
+    parts = zip(*(each["results"] for each in by_data_rank({"told": told}, "critic")))
+    for got, expected in zip(map(merge_results, parts), results):
         np.testing.assert_allclose([got.loss, got.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-4, atol=1e-6)
     exported = TorchStrategy(TorchConfig(), lab.context_of(tmp_path / "critic" / "export", role="critic", head="value"))
     np.testing.assert_allclose(exported.values(case["rows"]), critic.values(case["rows"]), atol=1e-4)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from turnwise.contracts.train import Lora, LossChoice, Objective, Ranks
@@ -106,18 +107,70 @@ def test_every_aggregation_is_in_the_coefficients_alone(lab: Any, qwen2: Path, b
     np.testing.assert_allclose([got.loss, got.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen3", True), ("llama", False)])
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen3", True), ("llama", False), ("qwen3_moe", False)])
 def test_log_probs_are_those_of_transformers_and_weights_come_back_bit_by_bit(lab: Any, tmp_path: Path, build: Any, family: str, tied: bool) -> None:
     folder, rows = lab.make_model(tmp_path / "model", family, tied), lab.make_rows(3, 7)
     strategy = build(model=folder, trainable=False, role="reference", objective=None)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         np.testing.assert_allclose(strategy.logprobs(rows), lab.plain_log_probs(model, rows)[0], atol=1e-5, rtol=0)
-    got = weights(strategy)
-    assert got.keys() == model.state_dict().keys()
-    assert all(torch.equal(got[name], tensor) for name, tensor in model.state_dict().items())
+    got, state = weights(strategy), lab.checkpoint_names(model.state_dict())
+    assert got.keys() == state.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in state.items())
     with pytest.raises(TrainerError, match="reference is not trainable"):
         strategy.update(Update(rows, 1e-3))
+
+
+EVERY_SECOND = {"mlp_only_layers": [], "decoder_sparse_step": 2}
+
+
+@pytest.mark.parametrize("changes", [{"norm_topk_prob": False}, {"num_experts_per_tok": 4}, EVERY_SECOND], ids=["raw", "all", "step"])
+def test_five_updates_of_experts_are_those_of_plain_torch(lab: Any, tmp_path: Path, build: Any, changes: dict[str, Any]) -> None:
+    folder, updates = lab.make_model(tmp_path / "model", "qwen3_moe", False, **changes), lab.five_updates()
+    plain = lab.plain_training(folder, updates)
+    strategy = build(MegatronConfig(betas=(0.9, 0.95), eps=1e-6, recompute_granularity="full"), model=folder)
+    results = [strategy.update(update) for update in updates]
+    np.testing.assert_allclose([result.loss for result in results], plain["losses"], atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose([result.grad_norm for result in results], plain["norms"], rtol=1e-5)
+    after = weights(strategy)
+    for name, expected in plain["after"].items():
+        np.testing.assert_allclose(after[name], expected, atol=1e-4, rtol=0, err_msg=name)
+
+
+def test_experts_that_a_folder_holds_as_one_tensor_are_read_as_well(lab: Any, tmp_path: Path, build: Any) -> None:
+    folder = lab.make_model(tmp_path / "model", "qwen3_moe", False)
+    TorchStrategy(TorchConfig(), lab.context_of(folder)).export(tmp_path / "fused")
+    assert "model.layers.1.mlp.experts.gate_up_proj" in load_file(tmp_path / "fused" / "model.safetensors")
+    one_by_one, fused = (weights(build(model=each)) for each in (folder, tmp_path / "fused"))
+    assert one_by_one.keys() == fused.keys()
+    assert all(torch.equal(tensor, fused[name]) for name, tensor in one_by_one.items())
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in fused
+
+
+def test_sizes_that_the_experts_do_not_allow_are_refused_in_one_line_each(lab: Any, tmp_path: Path, qwen2: Path) -> None:
+    def lines(model: Path, size: int, **config: Any) -> list[str]:
+        found = MegatronStrategy.check(MegatronConfig(**config), lab.context_of(model, ranks=Ranks(0, size)))
+        return [line.removesuffix(f" ({model})") for line in found]
+
+    folder = lab.make_model(tmp_path / "model", "qwen3_moe", False)
+    assert lines(folder, 2, expert_model_parallel_size=2) == []
+    assert lines(folder, 3, expert_model_parallel_size=3) == ["expert_model_parallel_size: 3 does not divide the 4 experts of the model"]
+    assert lines(folder, 2, tensor_model_parallel_size=2) == [
+        "tensor_model_parallel_size: 2 of a model with experts needs sequence parallelism. Fix: sequence_parallel: true"
+    ]
+    tensor = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    assert lines(folder, 2, **tensor) == []
+    assert lines(folder, 2, **tensor, expert_tensor_parallel_size=1) == [
+        "expert_tensor_parallel_size: 1 needs an expert_model_parallel_size over 1. Fix: remove it"
+    ]
+    assert lines(qwen2, 2, **tensor, expert_tensor_parallel_size=2) == ["expert_tensor_parallel_size: 2, and qwen2 has no experts. Fix: remove it"]
+    odd = lab.make_model(tmp_path / "odd", "qwen3_moe", False, moe_intermediate_size=15, num_experts_per_tok=1)
+    assert lines(odd, 2, **tensor) == [
+        "strategy megatron has no conversion for qwen3_moe with num_experts_per_tok: 1 and norm_topk_prob: true. Fix: strategy_name: torch",
+        "tensor_model_parallel_size: 2 does not divide moe_intermediate_size 15 of the model",
+    ]
+    (line,) = MegatronStrategy.check(MegatronConfig(engine_args={"moe_aux_loss_coeff": 0.01}), lab.context_of(folder))
+    assert line.endswith("moe_aux_loss_coeff is Megatron's, and strategy megatron does not support it. Fix: remove it")
 
 
 def test_a_critic_is_that_of_strategy_torch(lab: Any, qwen2: Path, tmp_path: Path, build: Any) -> None:

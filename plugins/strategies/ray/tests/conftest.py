@@ -89,12 +89,12 @@ def trainer(model: Path) -> Callable[..., RolePlan]:
 
 @pytest.fixture
 def sampler(model: Path) -> Callable[..., RolePlan]:
-    """`sampler(devices)`: a plan of the backend `mortal`."""
+    """`sampler(devices, name=)`: a plan of the backend `mortal`, or another."""
 
-    def plan(devices: tuple[int, ...] = (), environment: dict[str, str] | None = None, **options: Any) -> RolePlan:
+    def plan(devices: tuple[int, ...] = (), environment: dict[str, str] | None = None, name: str = "mortal", **options: Any) -> RolePlan:
         from turnwise.testing.fakes import FakeBackendConfig
 
         context = InferenceContext(model, FakeChat(), weight_sync_timeout=30)
-        return RolePlan("actor_infer", "inference_backend", "mortal", FakeBackendConfig(**options), context, devices, environment or {})
+        return RolePlan("actor_infer", "inference_backend", name, FakeBackendConfig(**options), context, devices, environment or {})
 
     return plan

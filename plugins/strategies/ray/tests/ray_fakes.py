@@ -13,10 +13,10 @@ from attrs import frozen
 
 from turnwise import Implementation, hookimpl
 from turnwise.contracts.inference import InferenceContext, Request
-from turnwise.contracts.train import TrainContext
+from turnwise.contracts.train import Offer, TrainContext
 from turnwise.data.rows import Update, UpdateResult
 from turnwise.data.trajectory import Generation
-from turnwise.errors import TrainerError
+from turnwise.errors import EngineLost, TrainerError
 from turnwise.testing.fake_model import FakeBackend, FakeBackendConfig, FakeStrategy
 from turnwise.testing.fakes import FakeEnvironment
 
@@ -88,6 +88,47 @@ class Mortal(FakeBackend):
         return float(np.sum(self._weights))
 
 
+class Losing(FakeBackend):
+    """A sampler whose engine ends once in the method that the file LOST_ENGINE names; its process goes on, and tells it of every call."""
+
+    def __init__(self, config: FakeBackendConfig, context: InferenceContext) -> None:
+        super().__init__(config, context)
+        self._gone = False
+
+    def _perhaps(self, method: str) -> None:
+        note = Path("LOST_ENGINE")
+        if note.is_file() and note.read_text() == method:
+            try:
+                note.rename(f"lost_by_{os.getpid()}")
+            except FileNotFoundError:  # another engine was faster
+                return
+            self._gone = True
+        if self._gone:
+            raise EngineLost("the engine ran out of steam. Fix: more coal")
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample, or tell the end."""
+        self._perhaps("generate")
+        generation = await super().generate(request)
+        extras = {"pid": os.getpid(), "sum": float(np.sum(self._weights))}
+        return Generation(generation.text, generation.ids, generation.logprobs, generation.versions, generation.finish, extras)
+
+    async def pause(self) -> None:
+        """Pause, or tell the end."""
+        self._perhaps("pause")
+        await super().pause()
+
+    async def receive(self, offer: Offer) -> int:
+        """Take the weights, or tell the end."""
+        self._perhaps("receive")
+        return await super().receive(offer)
+
+    async def close(self) -> None:
+        """Leave a trace."""
+        Path(f"closed_by_{os.getpid()}").touch()
+        await super().close()
+
+
 class MortalEnvironment(FakeEnvironment):
     """The counting game, which ends its process once at a step (MORTAL_ENVIRONMENT)."""
 
@@ -123,8 +164,11 @@ def train_strategies() -> list[Implementation]:
 
 @hookimpl
 def inference_backends() -> list[Implementation]:
-    """`mortal`."""
-    return [Implementation("mortal", Mortal, FakeBackendConfig, summary="a sampler that can die")]
+    """`mortal` and `losing`."""
+    return [
+        Implementation("mortal", Mortal, FakeBackendConfig, summary="a sampler that can die"),
+        Implementation("losing", Losing, FakeBackendConfig, summary="a sampler that can lose its engine"),
+    ]
 
 
 @hookimpl

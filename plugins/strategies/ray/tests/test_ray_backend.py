@@ -15,7 +15,7 @@ pytest.importorskip("ray", reason="ray is not installed")
 
 from turnwise.contracts.inference import GeneratingArgs, Request
 from turnwise.data.rows import Update
-from turnwise.errors import EngineError
+from turnwise.errors import EngineError, EngineLost
 from turnwise.testing.fake_model import FakeChat
 from turnwise.testing.synthetic import training_rows
 
@@ -28,8 +28,8 @@ def ask(member: int, turn: int = 0) -> Request:
 
 
 async def sync(handle: Any, backend: Any, version: int) -> int:
-    offer = await handle.call("offer", "fake", version, backend.receivers("fake"))
     await backend.pause()
+    offer = await handle.call("offer", "fake", version, backend.receivers("fake"))
     _, now = await asyncio.gather(handle.call("send", offer), backend.receive(offer))
     await backend.resume()
     return int(now)
@@ -120,6 +120,83 @@ def test_engines_that_die_too_often_end_the_requests_with_the_cause(place: Any, 
     place(work, max_restarts=0)
 
 
+def lose(method: str) -> None:
+    """An engine of the backend `losing` ends at its next call of `method`."""
+    Path("making").write_text(method)
+    Path("making").rename("LOST_ENGINE")
+
+
+def test_an_engine_that_tells_its_end_is_closed_replaced_and_its_requests_are_answered(
+    place: Any, trainer: Any, sampler: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process of its backend still lives when it tells."""
+
+    async def work(runtime: Any) -> None:
+        handle = await runtime.place(trainer())
+        await handle.call("update", Update(training_rows(), 0.5))
+        backend = await runtime.place(sampler((0, 1), name="losing"))
+        await sync(handle, backend, 1)
+        before = await asyncio.gather(*(backend.generate(ask(m)) for m in range(12)))
+        lose("generate")
+        after = await asyncio.gather(*(backend.generate(ask(m)) for m in range(12)))
+        for one, other in zip(before, after, strict=True):
+            np.testing.assert_array_equal(one.ids, other.ids)
+        victim = int(next(Path().glob("lost_by_*")).name.removeprefix("lost_by_"))
+        await until(lambda: len(backend._serving) == 2)
+        assert Path(f"closed_by_{victim}").exists()
+        await until(lambda: not Path(f"/proc/{victim}").exists())
+        both = await asyncio.gather(*(backend.generate(ask(m)) for m in range(100, 108)))
+        assert len({g.extras["pid"] for g in both}) == 2 and victim not in {g.extras["pid"] for g in both}
+        assert len({g.extras["sum"] for g in [*both, *before]}) == 1  # the new engine has the current weights
+        assert backend._homes.waiting == 0 and backend._sent == {}
+
+    place(work)
+    told = [record.getMessage() for record in caplog.records if "is built again" in record.getMessage()]
+    assert len(told) == 1
+    assert "died: the engine ran out of steam. Fix: more coal. It is built again (1 of max_restarts: 3)" in told[0]
+
+
+@pytest.mark.parametrize("devices", [(), pytest.param((0, 1), marks=pytest.mark.matrix)])
+def test_an_engine_that_ended_while_nothing_was_asked_is_replaced_before_the_next_weights(
+    place: Any, trainer: Any, sampler: Any, devices: tuple[int, ...]
+) -> None:
+    """The only one is waited for; the others of several take the weights without it."""
+
+    async def work(runtime: Any) -> None:
+        handle, backend = await runtime.place(trainer()), await runtime.place(sampler(devices, name="losing"))
+        await sync(handle, backend, 1)
+        await handle.call("update", Update(training_rows(), 0.5))
+        lose("pause")
+        assert await sync(handle, backend, 2) == 2
+        answers = await asyncio.gather(*(backend.generate(ask(m)) for m in range(6)))
+        assert {v for g in answers for v in g.versions.tolist()} == {2}
+        await until(lambda: len(backend._serving) == max(1, len(devices)))
+
+    place(work)
+
+
+def test_an_engine_that_ends_while_it_takes_weights_ends_the_update(place: Any, trainer: Any, sampler: Any) -> None:
+    async def work(runtime: Any) -> None:
+        handle, backend = await runtime.place(trainer()), await runtime.place(sampler((), name="losing"))
+        lose("receive")
+        with pytest.raises(EngineLost, match=r"actor_infer\.0: the engine ran out of steam\. Fix: more coal"):
+            await sync(handle, backend, 1)
+
+    place(work)
+
+
+@pytest.mark.matrix
+def test_engines_that_end_too_often_are_told_like_those_that_die(place: Any, trainer: Any, sampler: Any) -> None:
+    async def work(runtime: Any) -> None:
+        handle, backend = await runtime.place(trainer()), await runtime.place(sampler((), name="losing"))
+        await sync(handle, backend, 1)
+        lose("generate")
+        with pytest.raises(EngineError, match=r"max_restarts: 0 times\. Last cause: the engine ran out of steam\. Fix: more coal\. Fix: look"):
+            await backend.generate(ask(0))
+
+    place(work, max_restarts=0)
+
+
 def test_a_request_that_is_given_up_is_aborted_where_it_waits(place: Any, trainer: Any, sampler: Any) -> None:
     async def work(runtime: Any) -> None:
         handle, backend = await runtime.place(trainer()), await runtime.place(sampler(delay=600.0))
@@ -132,6 +209,6 @@ def test_a_request_that_is_given_up_is_aborted_where_it_waits(place: Any, traine
             await task
         await backend.abort(request)
         await backend.abort(request)  # one that is not there is ignored
-        assert backend._sent == {} and backend._loads.total() == 0
+        assert backend._sent == {} and backend._homes.waiting == 0
 
     place(work)

@@ -1,4 +1,4 @@
-"""The runtime's options, and what the machine is asked for them; no Ray needed."""
+"""The runtime's options, and what the machine is asked for them."""
 
 from __future__ import annotations
 
@@ -18,3 +18,22 @@ def test_the_defaults_start_a_cluster_of_this_machine() -> None:
 def test_numbers_out_of_range_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         RayConfig(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "there", "expected"),
+    [
+        ({}, 0, 0),
+        ({}, 2, 1),
+        ({"device": "cpu"}, 2, 0),
+        ({"device": "gpu"}, 0, 1),
+        ({"address": "auto"}, 2, 0),  # another machine's are not known
+        ({"address": "auto", "device": "gpu"}, 0, 1),
+    ],
+)
+def test_gpus_of_a_role_that_names_none(options: dict[str, str], there: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="ray is not installed")
+    from turnwise_ray import runtime
+
+    monkeypatch.setattr(runtime, "visible_gpus", lambda: there)
+    assert runtime.RayRuntime.least_devices(RayConfig(**options)) == expected  # type: ignore[arg-type]

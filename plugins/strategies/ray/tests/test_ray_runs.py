@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason="ray is not installed")
+ray = pytest.importorskip("ray", reason="ray is not installed")
 
 pytestmark = pytest.mark.engines
 
@@ -76,6 +78,35 @@ def test_a_run_on_ray_gives_the_same_numbers_as_in_one_process(tmp_path: Path) -
     assert there.returncode == 0, there.stderr
     assert metrics(tmp_path, "there") == metrics(tmp_path, "alone")
     assert "Traceback" not in there.stderr
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[str]:
+    """The address of Ray's own test cluster: two nodes on this machine, each with room for one process."""
+    from ray.cluster_utils import Cluster
+
+    room = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args={**room, "include_dashboard": False})
+    cluster.add_node(**room)
+    yield cluster.address
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.mark.parametrize("sync", ["merged", pytest.param("adapter", marks=pytest.mark.matrix)])
+def test_a_sampler_on_another_node_has_the_trainers_weights_at_every_step(tmp_path: Path, two_nodes: str, sync: str) -> None:
+    (tmp_path / "run.yaml").write_text(LAKE)
+    placed = f"runtime={{use: ray, device: cpu, address: '{two_nodes}', cpus_per_process: 2}}"
+    adapters = [] if sync == "merged" else ["actor_train.model_args.lora_rank=4", "actor_train.model_args.lora_sync=adapter"]
+    done = turnwise(tmp_path, "train", "run.yaml", placed, *adapters, "max_steps=3", "actor_train.training_args.learning_rate=0.1")
+    assert done.returncode == 0, done.stderr
+    lines = metrics(tmp_path, "out")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert max(line["correction/log_prob_diff/max"] for line in lines) < 1e-4, lines
+    assert max(line["policy/grad_norm"] for line in lines[:2]) > 0.01  # the weights moved: old ones would tell
+    ray.init(address=two_nodes, log_to_driver=False, logging_level="ERROR")
+    names = Counter(actor["ActorClassName"] for actor in ray._private.state.actors().values())
+    assert names["RelaySource"] == names["RelaySink"] == 3 + 1  # before the first step, and after each
 
 
 def test_every_kind_of_process_may_die_and_the_run_ends_or_goes_on_as_it_should(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -190,6 +191,28 @@ def test_a_rank_that_dies_ends_the_run(run: Run) -> None:
     assert "the process died" in told
     assert "saved: out/checkpoints/checkpoint-" in told
     assert "resume_from_checkpoint=true" in told
+    run.left_nothing(20)
+
+
+@pytest.mark.parametrize("victim", ["VLLM::EngineCore", "VLLM::Worker"])
+def test_a_vllm_of_two_processes_that_loses_one_is_built_again_and_the_run_goes_on(run: Run, victim: str) -> None:
+    """Without devices it starts its tensor parallel processes itself, from the one place that it has."""
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    (run.folder / "run.yaml").write_text(LAKE.replace("turnwise-hf,", "turnwise-hf, turnwise-vllm,"))
+    recipe = "pretrain.recipe={architecture: qwen2, num_layers: 2, hidden_size: 64, num_heads: 2, tokenizer: word}"  # vLLM's smallest heads
+    engine = "actor_infer.strategy_args={strategy_name: vllm, strategy_config: {load_format: dummy, tensor_parallel_size: 2}}"
+    running = run.start("train", "run.yaml", recipe, engine, "actor_train.device_mapping=[]", "max_steps=4")
+    run.until(lambda: running.poll() is not None or len(run.metrics()) >= 2)  # the weights of step 2 are there, and its episodes begin
+    assert running.poll() is None, running.communicate()[1]
+    os.kill(next(process for process, name in run.processes().items() if name.startswith(victim)), signal.SIGKILL)
+    _, told = running.communicate(timeout=400)
+    assert running.returncode == 0, told
+    log = (run.folder / "out" / "run.log").read_text()
+    assert re.search(r"WARNING actor_infer\.0 died: .*vLLM.*It is built again \(1 of max_restarts: 3\)", log), log
+    assert "actor_infer.0 has the current weights again" in log
+    lines = run.metrics()
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert max(line["correction/log_prob_diff/max"] for line in lines) < 1e-4, lines
     run.left_nothing(20)
 
 

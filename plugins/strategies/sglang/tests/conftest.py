@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,3 +47,21 @@ def life() -> Iterator[Life]:
 def folder_offer() -> Callable[[int, int], Offer]:
     """`folder_offer(version, seed)`: the weights of the model of `seed`, as files."""
     return lambda version, seed: Offer("safetensors", version, {"folder": str(fixtures.model(seed))})
+
+
+@pytest.fixture
+def shared() -> Callable[[int], set[Path]]:
+    """What the processes of a group have of /dev/shm in their memory."""
+
+    def found(group: int) -> set[Path]:
+        paths = set()
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if os.getpgid(int(process.name)) == group:
+                    lines = (process / "maps").read_text(encoding="utf-8").splitlines()
+                    paths |= {Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
+            except OSError:
+                continue
+        return paths
+
+    return found

@@ -16,7 +16,7 @@ import turnwise_sglang
 from turnwise.contracts.inference import GeneratingArgs, Request
 from turnwise.data.trajectory import int32
 from turnwise.errors import EngineError
-from turnwise_sglang.answers import Limits, StopStrings, body, generation
+from turnwise_sglang.answers import Limits, StopStrings, body, continued, ended, generation, joined
 from turnwise_sglang.weights import Names, shapes
 
 LIMITS = Limits(sequence_length=10, vocabulary=100)
@@ -66,7 +66,7 @@ def test_a_request_asks_for_what_the_role_and_the_request_say() -> None:
         (ask(ids=[100]), "token id 100 is outside the model's vocabulary of 100"),
         (ask(limit=0), "cannot sample 0 tokens"),
         (ask(top_p=0.0), "outside the allowed ranges"),
-        (Request(0, GeneratingArgs(), 4, ids=int32([1]), images=(np.zeros((2, 2, 3), np.uint8),)), "takes text only"),
+        (Request(0, GeneratingArgs(), 4, ids=int32([1]), images=(np.zeros((2, 2, 3), np.uint8),)), "model takes text only"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused(request_: Request, words: str) -> None:
@@ -154,3 +154,29 @@ def test_the_seeds_hash_is_murmur3_of_seed_position_and_column() -> None:
     ]
     assert found.dtype == torch.uint32
     assert found.to(torch.int64).tolist() == expected
+
+
+def test_an_answer_that_was_broken_off_goes_on_as_one() -> None:
+    told = body(ask(limit=5), LIMITS, (99,))
+    assert continued(told, None) == told
+    waiting = {"output_ids": None, "meta_info": {"finish_reason": {"type": "abort"}}}  # it had not begun
+    assert continued(told, joined(None, waiting)) == told
+    first = joined(joined(None, waiting), answer([4, 5], [("3", 0, 2)], "abort"))
+    assert ended(first, told) == ""
+    rest = continued(told, first)
+    assert rest["input_ids"] == [1, 2, 3, 4, 5]
+    assert (rest["sampling_params"]["max_new_tokens"], told["sampling_params"]["max_new_tokens"]) == (3, 5)
+    whole = generation(joined(first, answer([6, 7, 8], [("3", 0, 1), ("4", 1, 3)])), ask(limit=5), Letters(), ours=True)
+    assert whole.ids.tolist() == [4, 5, 6, 7, 8]
+    assert whole.logprobs.tolist() == [-2.0, -2.5, -3.0, -3.5, -4.0]
+    assert whole.versions.tolist() == [3, 3, 3, 4, 4]
+    assert ended(joined(None, answer([4, 99])), told) == "stop"
+    assert ended(joined(None, answer([4, 5, 6, 7, 8])), told) == "length"
+
+
+def test_images_that_the_server_divides_otherwise_are_told() -> None:
+    seen = Request(0, GeneratingArgs(), 4, ids=int32([1, 2, 3]), images=(np.zeros((2, 2, 3), np.uint8),))
+    assert body(seen, Limits(10, 100, sees=True), ())["input_ids"] == [1, 2, 3]
+    assert generation(answer([4], prompt_tokens=3), seen, Letters(), ours=True).ids.tolist() == [4]
+    with pytest.raises(EngineError, match="SGLang saw a prompt of 5 tokens, the request has 3: it divides images otherwise"):
+        generation(answer([4], prompt_tokens=5), seen, Letters(), ours=True)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from turnwise.contracts.inference import InferenceContext
+from turnwise.contracts.train import Lora
 from turnwise.errors import ConfigError, EngineError, MachineError
 from turnwise_sglang import arguments, fixtures
 from turnwise_sglang.arguments import environment, server_arguments
@@ -22,8 +23,8 @@ from turnwise_sglang.server import Server
 CONTEXT = InferenceContext(Path("/model"), None, seed=7, dtype="bf16", sequence_length=100)
 
 
-def gpu(*devices: int) -> InferenceContext:
-    return InferenceContext(Path("/model"), None, dtype="fp16", devices=devices)
+def gpu(*devices: int, **changes: Any) -> InferenceContext:
+    return InferenceContext(Path("/model"), None, dtype="fp16", devices=devices, **changes)
 
 
 def test_on_a_cpu_the_server_gets_what_a_cpu_needs() -> None:
@@ -97,6 +98,52 @@ def test_sglangs_own_argument_class_judges_the_rest() -> None:
     assert "sglang has no argument 'sleep_on_idel'. Did you mean 'sleep_on_idle'?" in lines[0]
     assert "stream_interval: 'two': Expected `int`" in lines[1]
     assert "load_balance_method: 'x' is none of " in lines[2]
+
+
+def test_a_name_of_vllm_is_answered_with_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
+    (line,) = SglangBackend.check(SglangConfig(python="p", engine_args={"tensor_parallel_size": 2}), CONTEXT)
+    assert line == "$.actor_infer.strategy_args.strategy_config: sglang has no argument 'tensor_parallel_size'. Did you mean 'tp_size'?"
+
+
+def test_an_interpreter_that_imports_sglang_only_as_for_a_cpu_is_asked_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = {"unknown": ["stream_intervall"], "wrong": [], "known": ["stream_interval"]}
+    monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
+    monkeypatch.setattr(arguments, "_asked", lambda python, told, cpu: answer if cpu else "RuntimeError: operator torchvision::nms does not exist")
+    (line,) = SglangBackend.check(SglangConfig(python="p", engine_args={"stream_intervall": 2}), gpu(0, 1))
+    assert line.endswith("sglang has no argument 'stream_intervall'. Did you mean 'stream_interval'?")
+    monkeypatch.setattr(arguments, "_asked", lambda python, told, cpu: f"no, {cpu}")
+    (line,) = SglangBackend.check(SglangConfig(python="p", engine_args={"stream_intervall": 2}), gpu(0, 1))
+    assert line == "machine: actor_infer: sglang's argument class could not be asked about stream_intervall: no, False"
+
+
+@pytest.mark.engines
+@pytest.mark.matrix
+def test_arguments_for_gpus_are_judged_on_a_machine_without_any() -> None:
+    """There SGLang imports only as for a CPU."""
+    (line,) = SglangBackend.check(SglangConfig(python=fixtures.interpreter(), engine_args={"stream_intervall": 2}), gpu(0, 1))
+    assert line == "$.actor_infer.strategy_args.strategy_config: sglang has no argument 'stream_intervall'. Did you mean 'stream_interval'?"
+
+
+def test_adapters_alone_need_the_models_weights_and_one_copy_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = InferenceContext(None, None, lora=Lora(8, 16, ("q_proj", "model.layers.0.mlp.up_proj"), "adapter"))
+    told = server_arguments(SglangConfig(), context, 1)
+    assert (told["enable_lora"], told["max_lora_rank"], told["lora_backend"]) == (True, 8, "torch_native")
+    assert told["lora_target_modules"] == ["q_proj", "up_proj"]
+    assert arguments.modules("q_proj, v_proj") == ["q_proj", "v_proj"]
+    for target in (None, "all-linear", r".*\.(q|k)_proj"):
+        assert arguments.modules(target) == list(arguments.LINEAR)
+    assert "enable_lora" not in server_arguments(SglangConfig(), CONTEXT, 1)
+    assert "lora_backend" not in server_arguments(SglangConfig(), gpu(0, lora=context.lora), 1)
+    monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
+    random, copies = SglangBackend.check(SglangConfig(python="p", load_format="dummy", dp_size=2), context)
+    assert "load_format: dummy, while adapters alone arrive: the model's weights would stay random. Fix: load_format: auto" in random
+    assert "dp_size: SGLang loads adapters into one copy of the model only" in copies
+    attached = SglangConfig(base_url="http://h:1")
+    facts = {"enable_deterministic_inference": True, "dp_size": 1}
+    assert attach_problems(attached, {**facts, "enable_lora": True}, lora=True) == []
+    (line,) = attach_problems(attached, facts, lora=True)
+    assert "the SGLang server at http://h:1 runs without enable_lora, so it takes no adapters alone. Fix: start it with enable_lora" in line
 
 
 def test_an_attached_server_is_judged_by_what_it_tells() -> None:

@@ -298,10 +298,11 @@ def test_the_conformance_kit_passes(life: Life) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def trained(folder: Path, server: str) -> None:
+def trained(folder: Path, server: str, lora: str = "") -> None:
     """`turnwise train` with torch, whose weights reach the server over shared memory at every step."""
     text = (Path(__file__).parent / "tiny.yaml").read_text(encoding="utf-8")
-    (folder / "tiny.yaml").write_text(text.format(model=fixtures.model(0), server=server, output=folder / "out"), encoding="utf-8")
+    told = text.format(model=fixtures.model(0), server=server, output=folder / "out", lora=lora)
+    (folder / "tiny.yaml").write_text(told, encoding="utf-8")
     command = [sys.executable, "-m", "turnwise.cli.main", "train", "tiny.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
@@ -317,7 +318,13 @@ def test_a_run_starts_its_own_server_with_dummy_weights(tmp_path: Path) -> None:
     trained(tmp_path, f"python: {fixtures.interpreter()}, load_format: dummy")
 
 
-def test_a_killed_server_is_replaced_with_its_weights_and_its_requests_are_answered(life: Life, folder_offer: Offers) -> None:
+@pytest.mark.matrix
+def test_a_run_trains_adapters_and_sends_them_alone(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the trainer's adapters are PEFT's")
+    trained(tmp_path, f"python: {fixtures.interpreter()}", ", lora_rank: 4, lora_target: all-linear, lora_sync: adapter")
+
+
+def test_a_killed_server_is_replaced_with_its_weights_and_its_requests_are_answered(life: Life, shared: Any) -> None:
     """The last test of the session's server."""
 
     async def scene() -> tuple[list[Request], list[Generation], list[Generation]]:
@@ -329,12 +336,16 @@ def test_a_killed_server_is_replaced_with_its_weights_and_its_requests_are_answe
         old = life.backend._links.current.server
         tasks = [asyncio.create_task(life.backend.generate(request)) for request in requests]
         await asyncio.sleep(took / 4)
+        left.extend(shared(old.pid))
         os.kill(old.pid, signal.SIGKILL)
         answers = await asyncio.gather(*tasks)
         assert life.backend._links.current.server.pid != old.pid
         return requests, expected, answers
 
+    left: list[Path] = []
     requests, expected, answers = life.run(scene())
+    assert any(path.name.startswith("sglang_loads_") for path in left)
+    assert [path for path in left if path.exists()] == []
     for request, before, after in zip(requests, expected, answers, strict=True):
         assert after.ids.tolist() == before.ids.tolist()
         assert set(after.versions.tolist()) == {8}
@@ -356,8 +367,10 @@ def test_a_server_killed_after_a_process_group_update_serves_again_with_the_next
     parity(life, 1, 0.7)
 
 
-def test_closing_stops_the_server_and_all_that_it_started(life: Life) -> None:
+def test_closing_stops_the_server_and_all_that_it_started(life: Life, shared: Any) -> None:
     group = life.backend._links.current.server.pid
+    left = shared(group)
+    assert left
     life.run(life.backend.close())
     life.run(life.backend.close())
     deadline = time.monotonic() + 10
@@ -369,5 +382,6 @@ def test_closing_stops_the_server_and_all_that_it_started(life: Life) -> None:
         time.sleep(0.05)
     else:
         pytest.fail("processes of the server's group live on")
+    assert [path for path in left if path.exists()] == []
     with pytest.raises(EngineError, match="the backend was closed"):
         life.run(life.backend.generate(ask()))

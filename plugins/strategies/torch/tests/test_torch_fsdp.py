@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,11 +24,12 @@ from attrs import evolve, field, frozen
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from turnwise.contracts.train import Lora, LossChoice, Objective, Ranks, TrainContext
+from turnwise.contracts.train import Lora, LossChoice, Objective, Offer, Ranks, TrainContext
 from turnwise.data.dealing import deal, gather, merge_results
 from turnwise.data.rows import Rows, Update
-from turnwise.errors import CheckpointError
+from turnwise.errors import CheckpointError, TrainerError
 from turnwise.testing.synthetic import training_rows
+from turnwise_torch import lora
 from turnwise_torch.broadcast import Member
 from turnwise_torch.config import FsdpConfig, TorchConfig
 from turnwise_torch.fixtures import tiny_model, tiny_vision_model
@@ -70,6 +72,8 @@ CASES = {
     "bf16": Case({"dtype": "bf16", "gradient_checkpointing": True}),
     "adapters": Case({**DOUBLE, "lora": Lora(4, 8, "all-linear"), "gradient_checkpointing": True}, tied=False),
 }
+
+ALONE = Case({**DOUBLE, "lora": Lora(4, 8, "all-linear", "adapter"), "bucket_bytes": 2000}, tied=False)
 
 
 def update(number: int) -> Update:
@@ -245,6 +249,33 @@ def test_weights_stream_from_rank_0_in_buckets_under_every_name(folder: Path, ra
     assert ranks["stream"][1] == {}
 
 
+def test_adapters_alone_are_those_of_one_process_by_every_transport(folder: Path, ranks: dict[str, list[Any]]) -> None:
+    peft = pytest.importorskip("peft", reason="LoRA needs PEFT: pip install 'turnwise-torch[lora]'")
+    strategy = build(ALONE, folder)
+    outcome(strategy, lambda rows: np.arange(len(rows)), (0, 1))
+    expected = lora.adapter_tensors(strategy.model, lambda tensor: tensor)
+    first, second = ranks["adapters alone"]
+    assert first["read"].keys() == {"shared_memory", "process_group", "safetensors"}
+    for got in first["read"].values():
+        assert got.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-9)
+    assert second["read"] == {}
+    assert first["configs"] == second["configs"] == [strategy.offer("safetensors", 1).adapter] * 3
+    base = AutoModelForCausalLM.from_pretrained(folder / "untied", dtype=torch.float64)
+    adapted = peft.PeftModel.from_pretrained(base, folder / "adapters alone", autocast_adapter_dtype=False)
+    ids = torch.from_numpy(update(0).rows.input_ids[: update(0).rows.offsets[1]].astype(np.int64))[None]
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(input_ids=ids).logits, strategy.model(input_ids=ids).logits, rtol=0, atol=1e-6)
+
+
+def test_a_backend_that_does_not_come_leaves_no_rank_behind(ranks: dict[str, list[Any]]) -> None:
+    pytest.importorskip("peft", reason="LoRA needs PEFT: pip install 'turnwise-torch[lora]'")
+    first, second = ranks["adapters alone"]
+    assert first["failed"] == "weight update: 0 of 1 backends came"
+    assert second["failed"] == ""
+
+
 def test_an_export_is_a_model_folder_written_once(folder: Path, ranks: dict[str, list[Any]]) -> None:
     expected = ranks["untied"][0]["weights"]
     loaded = AutoModelForCausalLM.from_pretrained(folder / "untied out", dtype=torch.float64)
@@ -346,6 +377,8 @@ def first(me: Rank) -> dict[str, Any]:
     out["images"] = seen(strategy, picture_update(me.folder), np.array([me.rank]))
     strategy.close()
     out["stream"] = stream(me)
+    if importlib.util.find_spec("peft") is not None:
+        out["adapters alone"] = adapters_alone(me)
     out["told"] = failures(me)
     strategy = me.build(CASES["tied"])
     strategy.save(me.folder / "state at the start")
@@ -374,17 +407,7 @@ def stream(me: Rank) -> dict[str, torch.Tensor]:
     strategy = me.build(Case({"dtype": "bf16", "bucket_bytes": 5000}))
     ways = {"shared_memory": receive, "process_group": Member(torch.device("cpu")).receive}
     assert strategy.transports == (*ways, "safetensors")
-    reads: list[dict[str, torch.Tensor]] = []
-    for transport, way in ways.items():
-        offer = strategy.offer(transport, 1)
-        reader = threading.Thread(
-            target=lambda way=way, offer=offer: reads.append({name: tensor.clone() for bucket in way(offer.payload, 30) for name, tensor in bucket})
-        )
-        if me.rank == 0:
-            reader.start()
-        strategy.send(offer)
-        if me.rank == 0:
-            reader.join()
+    reads = [read(strategy, strategy.offer(transport, 1), way) for transport, way in ways.items()]
     strategy.close()
     if me.rank:
         return {}
@@ -392,6 +415,42 @@ def stream(me: Rank) -> dict[str, torch.Tensor]:
     assert list(one) == list(other)
     assert all(torch.equal(one[name], other[name]) for name in one)
     return one
+
+
+def adapters_alone(me: Rank) -> dict[str, Any]:
+    """What a backend on rank 0's host reads; then one that does not come, after which all ranks still meet."""
+    strategy = me.build(ALONE)
+    outcome(strategy, me.share, (0, 1))
+    offers = []
+    reads = {}
+    for transport, way in {"shared_memory": receive, "process_group": Member(torch.device("cpu")).receive}.items():
+        offers.append(strategy.offer(transport, 1))
+        reads[transport] = read(strategy, offers[-1], way)
+    offers.append(strategy.offer("safetensors", 1))
+    if me.rank == 0:
+        reads["safetensors"] = load_file(Path(offers[-1].payload["folder"]) / lora.ADAPTER_WEIGHTS)
+        shutil.copytree(offers[-1].payload["folder"], me.folder / "adapters alone")
+    strategy.context = evolve(strategy.context, weight_sync_timeout=0.2)
+    failed = ""
+    try:
+        strategy.send(strategy.offer("shared_memory", 2))
+    except TrainerError as error:
+        failed = str(error).partition(",")[0]
+    outcome(strategy, me.share, (2,))
+    strategy.close()
+    return {"read": {} if me.rank else reads, "configs": [offer.adapter for offer in offers], "failed": failed}
+
+
+def read(strategy: TorchStrategy, offer: Offer, way: Callable[..., Any]) -> dict[str, torch.Tensor]:
+    """What a reader gets of a stream: on rank 0, which has one."""
+    got: dict[str, torch.Tensor] = {}
+    reader = threading.Thread(target=lambda: got.update({name: t.clone() for bucket in way(offer.payload, 30) for name, t in bucket}))
+    if strategy.context.ranks.rank == 0:
+        reader.start()
+    strategy.send(offer)
+    if strategy.context.ranks.rank == 0:
+        reader.join()
+    return got
 
 
 def failures(me: Rank) -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,18 @@ import pytest
 import torch
 from attrs import evolve
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from turnwise.contracts.train import Lora
+from turnwise.contracts.train import Lora, Offer
 from turnwise.data.rows import Rows, Update
-from turnwise.errors import CheckpointError, ConfigError
+from turnwise.errors import CheckpointError, ConfigError, TrainerError
+from turnwise_torch.broadcast import Member
 from turnwise_torch.fixtures import tiny_model
 from turnwise_torch.models import load_causal_lm
 from turnwise_torch.state import STATE_FILE
 from turnwise_torch.strategy import TorchStrategy
+from turnwise_torch.stream import receive
 
 Build = Callable[..., TorchStrategy]
 LORA = Lora(rank=4, alpha=8)
@@ -158,6 +163,100 @@ def test_gradients_of_adapters_are_those_of_plain_autograd_through_the_merged_we
             whole = of_base[name.replace("lora_B.default.", "")]
             assert whole is not None
             torch.testing.assert_close(held[name].grad, 2.0 * whole @ a.T, rtol=1e-4, atol=1e-7)
+
+
+# ---------------------------------------------------------------- adapters alone for the backend
+
+ALONE = evolve(LORA, target=("q_proj", "down_proj"), sync="adapter")
+
+
+def read(strategy: TorchStrategy, transport: str) -> tuple[Offer, dict[str, torch.Tensor]]:
+    """An offer, and the tensors that a backend gets by it."""
+    offer = strategy.offer(transport, 3)
+    if transport == "safetensors":
+        strategy.send(offer)
+        return offer, load_file(Path(offer.payload["folder"]) / "adapter_model.safetensors")
+    stream = receive if transport == "shared_memory" else Member(torch.device("cpu")).receive
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(strategy.send, offer)
+        got = {name: tensor.clone() for bucket in stream(offer.payload, 20) for name, tensor in bucket}
+        sending.result()
+    return offer, got
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group", "safetensors"])
+def test_adapters_alone_are_offered_as_peft_writes_them(
+    peft: Any, build: Build, folder: Path, update: Update, tmp_path: Path, transport: str
+) -> None:
+    strategy = build(lora=ALONE, bucket_bytes=1000)
+    for _ in range(2):
+        strategy.update(update)
+    held = {name: p.detach().clone() for name, p in strategy.model.named_parameters()}
+    offer, got = read(strategy, transport)
+    whole = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder),
+        peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"),
+    )
+    expected = peft.get_peft_model_state_dict(whole)
+    assert {name: tensor.shape for name, tensor in got.items()} == {name: tensor.shape for name, tensor in expected.items()}
+    for name, tensor in got.items():
+        assert torch.equal(tensor, held[name.removeprefix("base_model.model.").replace(".weight", ".default.weight")])
+    whole.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert offer.adapter is not None
+    told = {**offer.adapter, "target_modules": sorted(offer.adapter["target_modules"])}
+    assert told == {
+        **written,
+        "inference_mode": True,
+        "target_modules": ["down_proj", "q_proj"],
+        "auto_mapping": None,
+        "base_model_name_or_path": str(folder),
+    }
+    assert type(offer.adapter["peft_type"]) is str, "who reads the offer need not have PEFT"
+    assert all(torch.equal(p, held[name]) for name, p in strategy.model.named_parameters())
+
+
+def test_peft_loads_a_folder_of_adapters_alone_with_the_trainers_log_probs(peft: Any, build: Build, folder: Path, update: Update) -> None:
+    strategy = build(lora=ALONE)
+    for _ in range(2):
+        strategy.update(update)
+    place = Path(strategy.offer("safetensors", 1).payload["folder"])
+    assert {file.name for file in place.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), place)
+    np.testing.assert_allclose(plain_logprobs(adapted, update.rows), strategy.logprobs(update.rows), rtol=0, atol=1e-5)
+    strategy.offer("safetensors", 2)
+    assert not place.exists()
+
+
+def test_adapters_that_cannot_be_written_are_told_in_one_line(peft: Any, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError("no space left on device")
+
+    strategy = build(lora=ALONE)
+    monkeypatch.setattr("turnwise_torch.lora.save_file", full)
+    with pytest.raises(TrainerError, match=r"^weight update: cannot write the adapters to /\S+: no space left on device$"):
+        strategy.offer("safetensors", 1)
+    strategy.close()
+
+
+def test_states_exports_and_the_shared_module_are_the_same_whatever_the_backend_gets(peft: Any, build: Build, update: Update, tmp_path: Path) -> None:
+    alone, whole = build(lora=ALONE), build(lora=evolve(ALONE, sync="merged"))
+    for one in (alone, whole):
+        one.update(update)
+    alone.save(tmp_path)
+    whole.load(tmp_path)
+    for one, name in ((alone, "alone"), (whole, "whole")):
+        one.export(tmp_path / name)
+    exports = [load_file(tmp_path / name / "model.safetensors") for name in ("alone", "whole")]
+    assert exports[0].keys() == exports[1].keys()
+    assert all(torch.equal(tensor, exports[1][name]) for name, tensor in exports[0].items())
+    assert (tmp_path / "alone" / "adapter" / "adapter_config.json").read_bytes() == (
+        tmp_path / "whole" / "adapter" / "adapter_config.json"
+    ).read_bytes()
+    assert [one.offer("shared", 1).adapter for one in (alone, whole)] == [None, None]
+    assert whole.offer("safetensors", 1).adapter is None
+    reference = build(lora=ALONE, trainable=False, objective=None, role="reference")
+    assert reference.offer("safetensors", 1).adapter is None
 
 
 @pytest.mark.parametrize(

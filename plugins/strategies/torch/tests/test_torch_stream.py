@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
+import signal
+import socket
 import tempfile
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from turnwise.errors import EngineError, TrainerError
+from turnwise_torch import stream
 from turnwise_torch.stream import Bucket, Sender, buckets, receive
 
 
@@ -56,11 +62,88 @@ def test_every_receiver_reads_every_tensor_bit_for_bit() -> None:
     for into in found:
         assert list(into) == [name for name, _ in weights()]
         assert all(torch.equal(into[name], tensor) and into[name].dtype == tensor.dtype for name, tensor in weights())
-    assert not Path(sender.payload["block"]).exists()
 
 
 def _sum_elsewhere(payload: dict[str, str], answer: multiprocessing.Queue[float]) -> None:
     answer.put(sum(float(tensor.double().sum()) for bucket in receive(payload, 20) for _, tensor in bucket))
+
+
+def test_nothing_has_a_name_in_a_file_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    sender = Sender(1, 10)
+    reader = threading.Thread(target=lambda: list(receive(sender.payload, 10)))
+    reader.start()
+
+    def looked() -> Iterator[Bucket]:
+        for bucket in buckets(weights(), 200):
+            yield bucket
+            assert {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("turnwise")} <= before
+            assert not list(tmp_path.iterdir())
+
+    sender.send(looked())
+    reader.join()
+
+
+def _send_and_die(tell: multiprocessing.Queue[dict[str, str]]) -> None:
+    sender = Sender(1, 60)
+    tell.put(sender.payload)
+
+    def until_the_second() -> Iterator[Bucket]:
+        made = buckets(weights(), 100)
+        yield next(made)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    sender.send(until_the_second())
+
+
+def test_a_sender_that_is_killed_in_the_middle_leaves_nothing_and_the_reader_is_told() -> None:
+    context = multiprocessing.get_context("spawn")
+    tell = context.Queue()
+    process = context.Process(target=_send_and_die, args=(tell,))
+    process.start()
+    payload = tell.get(timeout=60)
+    reading = receive(payload, 30)
+    assert [name for name, _ in next(reading)] == [weights()[0][0]]
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="the trainer stopped sending") as caught:
+        next(reading)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - began < 10
+    process.join(10)
+    assert process.exitcode == -signal.SIGKILL
+    assert payload["socket"] not in Path("/proc/net/unix").read_text()
+    assert payload["socket"] not in "".join(_open_files())
+    with pytest.raises(EngineError, match="is gone"):
+        next(receive(payload, 1))
+
+
+def _open_files() -> Iterator[str]:
+    """What this process holds open, or has mapped."""
+    yield Path("/proc/self/maps").read_text()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed since
+            yield os.readlink(link)
+
+
+def test_a_process_of_another_user_gets_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_same_user", lambda connection: False)
+    sender = Sender(1, 0.5)
+    reader = threading.Thread(target=_read_until_the_end, args=(sender.payload,))
+    reader.start()
+    with pytest.raises(TrainerError, match="0 of 1 backends came"):
+        sender.send(buckets(weights(), 200))
+    reader.join(10)
+
+
+def test_the_user_of_the_other_side_is_known() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX)
+    assert stream._same_user(one)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 4_000_000)
+        assert stream._same_user(one) is (os.getuid() == 0)
+    one.close()
+    other.close()
 
 
 def test_another_process_reads_them() -> None:
@@ -82,9 +165,9 @@ def test_a_reader_that_goes_away_ends_the_sending() -> None:
     sender = Sender(1, 10)
 
     def read_one() -> None:
-        stream = receive(sender.payload, 10)
-        next(stream)
-        stream.close()  # type: ignore[attr-defined]
+        reading = receive(sender.payload, 10)
+        next(reading)
+        reading.close()  # type: ignore[attr-defined]
 
     reader = threading.Thread(target=read_one)
     reader.start()
@@ -120,7 +203,7 @@ def test_an_offer_that_is_gone_is_told() -> None:
 
 
 def test_a_host_without_room_in_its_shared_memory_is_told_before_a_byte_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writing to memory that the system cannot give ends a process by a signal; /dev/shm of a container has 64 MB."""
+    """Writing to memory that the system cannot give ends a process by a signal."""
 
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -129,7 +212,7 @@ def test_a_host_without_room_in_its_shared_memory_is_told_before_a_byte_is_writt
     sender = Sender(receivers=1, timeout=10)
     reader = threading.Thread(target=_read_until_the_end, args=(sender.payload,))
     reader.start()
-    with pytest.raises(TrainerError, match=r"no room for a bucket of \d+ MB in .*Fix: .*model_update_buffer_size_mb"):
+    with pytest.raises(TrainerError, match=r"no shared memory for a bucket of \d+ MB .*Fix: .*model_update_buffer_size_mb"):
         sender.send(buckets(weights(), 10**6))
     reader.join(10)
 
@@ -137,11 +220,3 @@ def test_a_host_without_room_in_its_shared_memory_is_told_before_a_byte_is_writt
 def _read_until_the_end(payload: dict[str, str]) -> None:
     with pytest.raises(EngineError):
         list(receive(payload, 10))
-
-
-def test_a_temporary_folder_with_a_long_name_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name of a unix socket has at most 107 bytes."""
-    long = tmp_path / ("n" * 120)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    Sender(receivers=1, timeout=1).close()

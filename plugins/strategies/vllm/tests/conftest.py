@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from turnwise.contracts.inference import GeneratingArgs, Request
 from turnwise.contracts.train import Offer
@@ -17,19 +21,47 @@ from turnwise.contracts.train import Offer
 MISSING = "vllm is not installed (extra: turnwise-vllm[vllm] or [cpu])"
 
 
+async def send(backend: Any, named: Any, version: int, size: int = 20_000, sender: Any = None, adapter: Any = None) -> int:
+    """Stream named tensors to a backend, by shared memory or what `sender` sends by; the sending thread ends with it."""
+    from turnwise_torch.stream import Sender, buckets
+
+    if backend._engine is None:  # its start may take longer than an offer waits on a busy machine
+        await backend.pause()
+        await backend.resume()
+    transport = "shared_memory" if sender is None else "process_group"
+    sender = sender or Sender(backend.receivers, 120)
+
+    def work() -> None:
+        with contextlib.suppress(Exception):  # the receiver tells what went wrong
+            sender.send(buckets(named, size))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        return await backend.receive(Offer(transport, version, sender.payload, adapter))
+    finally:
+        sender.close()
+        thread.join(30)
+
+
 class Lab:
     """One in-process backend on one event loop, and what the tests do with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: dict[str, Any] | None = None, **changes: Any) -> None:
         from turnwise_vllm.backend import VllmBackend
         from turnwise_vllm.config import VllmConfig
         from turnwise_vllm.fixtures import model_context
 
         self.runner = asyncio.Runner()
-        self.context = model_context()
+        self.context = evolve(model_context(), **changes)
         # Nothing is read from disk: whatever is right below came by a weight update.
-        self.backend = VllmBackend(VllmConfig(load_format="dummy", block_size=32), self.context)
+        self.backend = VllmBackend(VllmConfig(**{"load_format": "dummy", "block_size": 32, **(options or {})}), self.context)
         self.version = 0
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self.runner.run(self.backend.close())
+        self.runner.close()
 
     def model(self, seed: int) -> Any:
         """A random model of the folder's shape: biases and norms too, which a fresh one has all alike."""
@@ -44,28 +76,11 @@ class Lab:
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
         return model
 
-    async def send(self, named: Any, size: int = 20_000, sender: Any = None) -> int:
+    async def send(self, named: Any, size: int = 20_000, sender: Any = None, adapter: Any = None) -> int:
         """Stream named tensors as the next version, by shared memory or what `sender` sends by; its thread ends with it."""
-        from turnwise_torch.stream import Sender, buckets
 
         self.version += 1
-        transport = "shared_memory" if sender is None else "process_group"
-        sender = sender or Sender(self.backend.receivers, 120)
-        errors: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                sender.send(buckets(named, size))
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        try:
-            return await self.backend.receive(Offer(transport, self.version, sender.payload))
-        finally:
-            sender.close()
-            thread.join(30)
+        return await send(self.backend, named, self.version, size, sender, adapter)
 
     def serve(self, model: Any) -> int:
         """Send all of a model's weights."""
@@ -93,14 +108,19 @@ class Lab:
 
 
 @pytest.fixture(scope="session")
-def lab() -> Iterator[Lab]:
-    """The engine in this process."""
+def make_lab() -> Callable[..., Lab]:
+    """`make_lab(options, **changes of the context)`: an engine of one's own, to be closed."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip(MISSING)
-    lab = Lab()
+    return Lab
+
+
+@pytest.fixture(scope="session")
+def lab(make_lab: Callable[..., Lab]) -> Iterator[Lab]:
+    """The engine in this process."""
+    lab = make_lab()
     yield lab
-    lab.runner.run(lab.backend.close())
-    lab.runner.close()
+    lab.close()
 
 
 @pytest.fixture(scope="session")
@@ -108,3 +128,50 @@ def models(lab: Lab) -> Callable[[int], Any]:
     """`models(seed)`: a random model, made once."""
     made: dict[int, Any] = {}
     return lambda seed: made.setdefault(seed, None) or made.update({seed: lab.model(seed)}) or made[seed]
+
+
+@pytest.fixture(scope="session")
+def stream() -> Callable[..., Any]:
+    """`stream(backend, named, version)`: a coroutine that sends weights by shared memory."""
+    return send
+
+
+@pytest.fixture(scope="session")
+def vision_options() -> dict[str, Any]:
+    """Options with which vLLM sees images here: in this process where torchvision fits torch, else in a server that finds it elsewhere."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip(MISSING)
+    if importlib.util.find_spec("torchvision") is not None:
+        return {}
+    folder = Path(sys.prefix) / "share" / "torchvision"
+    if not folder.is_dir():
+        pytest.skip(f"torchvision is not installed (pip install --no-deps --target {folder} torchvision)")
+    return {"mode": "server", "python_path": (str(folder),)}
+
+
+@pytest.fixture(scope="session")
+def adapted() -> Callable[..., Any]:
+    """`adapted(folder, seed, place)`: PEFT's model over the one in `folder` with random adapters, their tensors by the names of PEFT's files, and
+    their configuration; saved by PEFT in `place`."""
+
+    def make(folder: Path, seed: int, place: Path | None = None) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        import json
+
+        import torch
+        from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+        from turnwise_torch.models import load_causal_lm
+
+        target = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]  # fused layers of which not all parts have adapters
+        model = get_peft_model(load_causal_lm(folder, "fp32", "eager"), LoraConfig(r=4, lora_alpha=6, target_modules=target))
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        if place is not None:
+            model.save_pretrained(str(place))
+        config = json.loads(json.dumps(model.peft_config["default"].to_dict(), default=sorted))
+        return model, get_peft_model_state_dict(model), config
+
+    return make

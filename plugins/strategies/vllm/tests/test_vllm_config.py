@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,12 @@ import pytest
 
 from turnwise.config.convert import structure
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
+from turnwise.contracts.train import Lora
 from turnwise.errors import ConfigError, EngineError
 from turnwise_vllm import arguments, inference_backends
 from turnwise_vllm.backend import VllmBackend
 from turnwise_vllm.config import RUNTIME_BYTES, VllmConfig
-from turnwise_vllm.requests import Answer, are_ours, collapsed, generation, sampling, versions_of
+from turnwise_vllm.requests import Answer, are_ours, generation, sampling, versions_of
 from turnwise_vllm.server import server_command
 
 GB = 10**9
@@ -60,7 +65,8 @@ class AsyncEngineArgs(EngineArgs):
     spec = importlib.util.spec_from_loader("vllm", None, is_package=True)
     assert spec is not None
     spec.submodule_search_locations = [str(tmp_path / "vllm")]
-    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: spec if name == "vllm" else None)
+    monkeypatch.setattr(arguments, "cpu_build", lambda: False)
 
 
 @pytest.mark.parametrize(("tp", "pp", "world", "engines"), [(1, 1, 8, 8), (4, 1, 8, 2), (2, 2, 8, 2), (1, 1, 1, 1)])
@@ -109,6 +115,10 @@ def test_the_record_needs_the_engine_and_runs_it() -> None:
         ({"engine_args": {"data_parallel_size": 3}}, (0, 1), "2 devices hold 2 engines"),
         ({"engine_args": {"data_parallel_size": 0}}, (), "0 is not a positive integer"),
         ({TP: 2, "enable_sleep_mode": True}, (0, 1, 2, 3), None),
+        ({"mode": "attach", "base_url": "http://x", TP: 2}, (0, 1, 2, 3), "4 devices are 2 engines, and base_url names one server"),
+        ({"mode": "attach", "base_url": "http://x", TP: 2}, (0, 1), None),
+        ({"python_path": ("/x",)}, (), "python_path: is for mode server, and mode is in_process"),
+        ({"mode": "server", "python_path": ("/x",)}, (), None),
     ],
 )
 def test_options_are_checked_without_starting_anything(options: dict[str, Any], devices: tuple[int, ...], told: str | None) -> None:
@@ -118,6 +128,49 @@ def test_options_are_checked_without_starting_anything(options: dict[str, Any], 
     else:
         assert any(told in line for line in lines), lines
         assert all(line.startswith("$.actor_infer") for line in lines)
+
+
+@pytest.mark.usefixtures("engine_source")
+def test_processes_on_cpus_have_no_memory_to_give_back_though_they_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "cpu_build", lambda: True)
+    (line,) = VllmBackend.check(VllmConfig(enable_sleep_mode=True), InferenceContext(None, None, devices=(0, 1)))
+    assert "no device memory to give back on a CPU" in line
+
+
+@pytest.mark.parametrize(("rank", "served"), [(1, 1), (2, 8), (8, 8), (48, 64), (512, 512)])
+def test_adapters_alone_get_the_smallest_rank_that_vllm_has(folder: Path, rank: int, served: int) -> None:
+    context = InferenceContext(folder, Letters(), lora=Lora(rank, rank, sync="adapter"))  # type: ignore[arg-type]
+    made = arguments.engine_arguments(VllmConfig(), context, cpu=True)
+    assert (made["enable_lora"], made["max_loras"], made["max_lora_rank"]) == (True, 1, served)
+    assert VllmBackend.adapters
+    backend = VllmBackend(VllmConfig(tensor_parallel_size=2), context)
+    assert backend.receivers == 1
+    asyncio.run(backend.close())
+    assert "enable_lora" not in arguments.engine_arguments(VllmConfig(), InferenceContext(folder, None), cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "told"),
+    [
+        ({"load_format": "dummy"}, 8, "load_format: dummy, but lora_sync: adapter sends no weights of the model itself. Fix: load_format: auto"),
+        ({}, 513, "actor_train.model_args.lora_rank: vLLM takes adapters of ranks up to 512"),
+    ],
+)
+def test_adapters_alone_need_a_base_and_a_rank_that_vllm_takes(options: dict[str, Any], rank: int, told: str) -> None:
+    context = InferenceContext(None, None, lora=Lora(rank, 8, sync="adapter"))
+    (line,) = VllmBackend.check(VllmConfig(**options), context)
+    assert told in line
+
+
+def test_a_model_that_sees_needs_torchvision_in_its_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "config.json").write_text('{"text_config": {"vocab_size": 9}, "vision_config": {}}', encoding="utf-8")
+    found: dict[str, Any] = {"torchvision": None}
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", found.get)
+    (line,) = VllmBackend.check(VllmConfig(), InferenceContext(folder, None))
+    assert "need torchvision, and it is not installed" in line
+    assert VllmBackend.check(VllmConfig(mode="server"), InferenceContext(folder, None)) == []
+    found["torchvision"] = object()
+    assert VllmBackend.check(VllmConfig(), InferenceContext(folder, None)) == []
 
 
 @pytest.mark.engines
@@ -139,6 +192,8 @@ def test_arguments_of_a_cpu_are_small_and_those_of_gpus_are_the_engines(folder: 
     assert SHARE not in cpu
     gpu = arguments.engine_arguments(VllmConfig(tensor_parallel_size=2), InferenceContext(folder, None, devices=(0, 1, 2, 3)), cpu=False)
     assert (gpu["enforce_eager"], gpu["data_parallel_size"], gpu[SHARE]) == (False, 2, 0.9)
+    assert gpu["distributed_executor_backend"] == "mp"  # in a Ray actor's place vLLM would take Ray
+    assert "distributed_executor_backend" not in cpu
     assert "kv_cache_memory_bytes" not in gpu
     assert arguments.cache_bytes(VllmConfig(), context, 200, 10**9) == 4 * 2**30
 
@@ -214,19 +269,16 @@ def test_the_servers_command_line_has_the_arguments_in_vllms_spelling() -> None:
     assert command[command.index("--host") + 1] == "127.0.0.1"
 
 
+def test_images_for_a_model_of_text_are_refused_before_anything_starts(folder: Path) -> None:
+    backend = VllmBackend(VllmConfig(), InferenceContext(folder, Letters()))  # type: ignore[arg-type]
+    request = Request(0, GeneratingArgs(), 4, ids=np.array([3], np.int32), images=(np.zeros((28, 28, 3), np.uint8),))
+    with pytest.raises(EngineError, match="holds 1 images, and the model takes text only"):
+        asyncio.run(backend.generate(request))
+
+
 def test_without_a_model_it_refuses_in_one_line() -> None:
     with pytest.raises(ConfigError, match="needs a model and its chat"):
         VllmBackend(VllmConfig(), InferenceContext(model=None, chat=None))
-
-
-def test_every_run_of_image_tokens_becomes_one() -> None:
-    ids = np.array([1, 9, 9, 9, 2, 9, 3], np.int32)
-    assert collapsed(ids, 9, 2) == [1, 9, 2, 9, 3]
-    assert collapsed(ids, 9, 0) == ids.tolist()
-    with pytest.raises(EngineError, match="2 runs of image tokens for 1 images"):
-        collapsed(ids, 9, 1)
-    with pytest.raises(EngineError, match="takes text only"):
-        collapsed(ids, None, 1)
 
 
 def test_weights_go_from_gpu_to_gpu_first_and_through_shared_memory_on_a_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,3 +288,19 @@ def test_weights_go_from_gpu_to_gpu_first_and_through_shared_memory_on_a_cpu(fol
 
     assert transports((), True)[0] == transports((0,), True)[0] == transports((), False)[0] == "shared_memory"
     assert transports((0,), False) == ("process_group", "shared_memory", "safetensors")
+
+
+def test_a_server_ends_with_a_parent_that_was_killed() -> None:
+    child = "import os; from turnwise_vllm.serve import end_with; parent = os.getppid(); print(os.getpid(), flush=True); end_with(parent)"
+    parent = f"""
+import os, subprocess, sys
+started = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PIPE, text=True, start_new_session=True)
+print(started.stdout.readline(), flush=True)
+os._exit(9)
+"""
+    told = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=120, check=False)
+    status = Path(f"/proc/{int(told.stdout)}/stat")
+    deadline = time.monotonic() + 30
+    while status.exists() and status.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.1)

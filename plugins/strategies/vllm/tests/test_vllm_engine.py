@@ -14,7 +14,7 @@ import pytest
 
 from turnwise.contracts.inference import InferenceContext, Request
 from turnwise.contracts.train import Offer
-from turnwise.errors import ConfigError, EngineError
+from turnwise.errors import ConfigError, EngineError, EngineLost
 
 pytestmark = [
     pytest.mark.engines,
@@ -296,8 +296,9 @@ def test_a_dead_engine_fails_every_request_at_once(lab: Any, endless: None) -> N
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
 
     for told in lab.runner.run(scene()):
-        assert isinstance(told, EngineError)
+        assert isinstance(told, EngineLost)
         assert "vLLM's engine died" in str(told)
-    for again in (lab.backend.generate(lab.request()), lab.backend.pause()):
-        with pytest.raises(EngineError, match="vLLM's engine died"):
+    offer = Offer("safetensors", lab.version + 1, {"folder": str(lab.context.model)})
+    for again in (lab.backend.generate(lab.request()), lab.backend.pause(), lab.backend.receive(offer)):
+        with pytest.raises(EngineLost, match="vLLM's engine died"):
             lab.runner.run(asyncio.wait_for(again, 30))

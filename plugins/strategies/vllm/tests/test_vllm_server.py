@@ -14,7 +14,7 @@ import pytest
 from attrs import evolve
 
 from turnwise.contracts.train import Offer
-from turnwise.errors import ConfigError, EngineError
+from turnwise.errors import ConfigError, EngineError, EngineLost
 from turnwise.testing.kit import run_conformance
 
 MISSING = "vllm is not installed (extra: turnwise-vllm[vllm] or [cpu])"
@@ -131,6 +131,8 @@ def test_a_server_that_dies_fails_every_request_at_once(runner: asyncio.Runner, 
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
 
     for told in runner.run(scene()):
-        assert isinstance(told, EngineError)
+        assert isinstance(told, EngineLost)
         assert "is gone" in str(told)
+    with pytest.raises(EngineLost, match="is gone"):
+        runner.run(attached.generate(request(0)))
     fixtures.server.cache_clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from turnwise.contracts.train import TrainContext
+from turnwise.contracts.train import Lora, TrainContext
 from turnwise.data.rows import Rows, Update
 from turnwise.errors import CheckpointError
 from turnwise.testing.subject import Subject
@@ -112,6 +113,21 @@ def test_offers_name_their_transport_and_version_and_travel(implementation: Subj
         assert (offer.transport, offer.version) == (transport, 7)
         if transport != "shared":
             pickle.loads(pickle.dumps(offer))
+    strategy.close()
+
+
+def test_adapters_travel_alone_where_it_says_so(implementation: Subject) -> None:
+    if not getattr(implementation.entry.target(), "adapters", False):
+        return  # it sends whole weights
+    pytest.importorskip("peft", reason="adapters need PEFT: pip install 'turnwise-torch[lora]'")
+    strategy = build(implementation, lora=Lora(rank=2, alpha=4, sync="adapter"))
+    for transport in set(strategy.transports) - {"shared"}:
+        offer = strategy.offer(transport, 7)
+        assert offer.adapter is not None, f"the offer by {transport!r} does not say that it brings adapters alone."
+        assert (offer.adapter["r"], offer.adapter["lora_alpha"]) == (2, 4)
+        assert json.loads(json.dumps(offer.adapter)) == offer.adapter, "adapter_config.json could not hold the offer's configuration."
+        if transport == "safetensors":
+            assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in Path(offer.payload["folder"]).iterdir()}
     strategy.close()
 
 

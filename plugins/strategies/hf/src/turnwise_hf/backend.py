@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
@@ -20,13 +22,16 @@ from turnwise.contracts.inference import InferenceContext, Request, checked_ids
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation
 from turnwise.errors import ConfigError, EngineError, TurnwiseError, listed
+from turnwise_hf import adapters
 from turnwise_hf.chat import HfChat
 from turnwise_hf.config import HfConfig
 from turnwise_hf.decoding import Row, Sampled, sample_batch
 from turnwise_hf.weights import ATTENTION, check_model, load_into, stream_into
 from turnwise_hf.worker import Worker
+from turnwise_torch.broadcast import Member
 from turnwise_torch.models import load_causal_lm
 from turnwise_torch.shared import lookup
+from turnwise_torch.stream import receive
 from turnwise_torch.vision import Vision, has_vision
 
 
@@ -59,7 +64,8 @@ class HfBackend:
     """
 
     input: Literal["ids", "messages"] = "ids"
-    transports: tuple[str, ...] = ("shared", "shared_memory", "safetensors")
+    transports: tuple[str, ...] = ("shared", "shared_memory", "process_group", "safetensors")
+    adapters = True
 
     def __init__(self, config: HfConfig, context: InferenceContext) -> None:
         """Raises ConfigError. The model is loaded by the first request, unless weights are received before."""
@@ -82,9 +88,19 @@ class HfBackend:
         # The worker thread's alone:
         self._serving: _Serving | None = None
         self._own: nn.Module | None = None
+        self._adapter: dict[str, Any] | None = None
+        self._member = Member(self._device)
         self._checked: nn.Module | None = None
         self._asleep = False
         self._half_written = False
+
+    @staticmethod
+    def check(config: HfConfig, context: InferenceContext) -> list[str]:
+        """What can be known before anything is built: one line per problem, `machine: …` for what only this machine lacks."""
+        if context.lora is None or importlib.util.find_spec("peft") is not None:
+            return []
+        lack = "machine: actor_train.model_args.lora_sync: adapters alone need the package peft in the hf backend"
+        return [f"{lack}. Fix: pip install 'turnwise-torch[lora]', or lora_sync: merged"]
 
     async def generate(self, request: Request) -> Generation:
         """Sample one response. Raises EngineError: a prompt without room or with ids outside the vocabulary, a failed batch (with its cause)."""
@@ -106,13 +122,16 @@ class HfBackend:
         self._start_if_ready()
 
     async def receive(self, offer: Offer) -> int:
-        """Serve the offered weights: `shared` (payload `key`, the trainer's own module), `shared_memory` (turnwise_torch.stream) or `safetensors`
-        (payload `folder`). Raises EngineError.
+        """Serve the offered weights: `shared` (payload `key`, the trainer's own module), `shared_memory` or `process_group` (turnwise_torch.stream,
+        .broadcast) or `safetensors` (payload `folder`). Raises EngineError.
 
         Between two tokens; a batch in progress goes on with the new weights and reads its sequences again. Returns the version.
         """
         if offer.transport not in self.transports:
             raise EngineError(f"the hf backend cannot receive weights by {offer.transport!r}. Known: {listed(self.transports)}")
+        if offer.transport != "shared" and (offer.adapter is None) != (self._context.lora is None):
+            brings, wants = ("adapters alone", "whole weights") if offer.adapter else ("whole weights", "adapters alone")
+            raise EngineError(f"the trainer offers {brings}, this backend was built for {wants}. Fix: one actor_train.model_args.lora_sync for both")
         return await self._between(lambda: self._receive(offer))
 
     async def pause(self) -> None:
@@ -143,6 +162,7 @@ class HfBackend:
             self._timer.cancel()
             self._timer = None
         await asyncio.to_thread(self._worker.close)
+        self._member.leave()
         for waiting in list(self._entries.values()):
             _fail(waiting, EngineError("the backend was closed"))
         self._waiting.clear()
@@ -258,18 +278,40 @@ class HfBackend:
     def _receive(self, offer: Offer) -> int:
         if offer.transport == "shared":
             shared = lookup(offer.payload["key"])
-            self._serving, self._own = _Serving(shared.model, shared.lock, offer.version, own=False), None
+            self._serving, self._own, self._adapter = _Serving(shared.model, shared.lock, offer.version, own=False), None, None
         else:
             # Never into the trainer's module: an own one takes its place.
             model = self._load()
-            if offer.transport == "shared_memory":
-                self._half_written = True
-                stream_into(model, offer.payload, self._context.weight_sync_timeout)
-                self._half_written = False
-            else:
+            if offer.adapter is not None:
+                self._take_adapters(model, offer, offer.adapter)
+            elif offer.transport == "safetensors":
                 load_into(model, Path(offer.payload["folder"]))
+            else:
+                self._half_written = True
+                with self._stream(offer) as buckets:
+                    stream_into(model, buckets)
+                self._half_written = False
             self._serving = _Serving(model, threading.Lock(), offer.version, own=True)
         return offer.version
+
+    def _stream(self, offer: Offer) -> contextlib.closing[Any]:
+        """The buckets of a streaming transport; closed early, the trainer stops sending."""
+        read = receive if offer.transport == "shared_memory" else self._member.receive
+        return contextlib.closing(read(offer.payload, self._context.weight_sync_timeout))
+
+    def _take_adapters(self, model: nn.Module, offer: Offer, config: Mapping[str, Any]) -> None:
+        """Adapters are small: all are read before any is written, so that an update that breaks off leaves those of the last."""
+        if offer.transport == "safetensors":
+            tensors = adapters.read(Path(offer.payload["folder"]))
+        else:
+            with self._stream(offer) as buckets:
+                tensors = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+        if self._adapter is None:
+            adapters.inject(model, config)
+            self._adapter, self._checked = dict(config), None
+        elif changed := adapters.different(self._adapter, config):
+            raise EngineError(f"the trainer's adapters are not those of the first update ({'; '.join(changed)}). Fix: start the backend anew")
+        adapters.fill(model, tensors)
 
     def _move(self, asleep: bool) -> None:
         self._asleep = asleep

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from turnwise.errors import EngineError, listed
 from turnwise_hf.decoding import decode, prefill
 from turnwise_hf.folder import weight_files
-from turnwise_torch.stream import receive
+from turnwise_torch.stream import Bucket
 
 ATTENTION = ("sdpa", "eager")
 """The attention implementations that take a mask per row."""
@@ -69,15 +69,15 @@ def load_into(model: nn.Module, folder: Path) -> None:
         raise EngineError(f"cannot read the weights in {folder}: {error}") from error
 
 
-def stream_into(model: nn.Module, payload: Mapping[str, Any], timeout: float) -> None:
-    """Copy a turnwise_torch.stream of weights into `model`, in place, cast to its dtype. Raises EngineError.
+def stream_into(model: nn.Module, buckets: Iterable[Bucket]) -> None:
+    """Copy a stream of weights into `model`, in place, cast to its dtype. Raises EngineError.
 
     Tensors are written as they come: one that the model does not have, of another shape, or missing at the end leaves a model that must
     not serve.
     """
     state = model.state_dict()
     missing = set(state)
-    for bucket in receive(payload, timeout):
+    for bucket in buckets:
         for name, tensor in bucket:
             if name not in state or state[name].shape != tensor.shape:
                 has = f"one of shape {tuple(state[name].shape)}" if name in state else "none of that name"

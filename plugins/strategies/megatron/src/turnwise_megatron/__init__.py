@@ -13,7 +13,7 @@ def train_strategies() -> list[Implementation]:
             config="turnwise_megatron.config:MegatronConfig",
             requires=("megatron",),
             aliases=("megatron_train", "megatron_infer"),
-            summary="Megatron Core: tensor, pipeline, context and sequence parallel training of Qwen2, Qwen3 and Llama",
+            summary="Megatron Core: tensor, pipeline, context, sequence and expert parallel training of Llama, Qwen2, Qwen3 and Qwen3-MoE",
             fixtures="turnwise_megatron.fixtures:strategy_fixture",
         )
     ]

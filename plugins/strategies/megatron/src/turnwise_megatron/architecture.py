@@ -1,4 +1,4 @@
-"""Which Hugging Face models become Megatron models: the dense Qwen2, Qwen3 and Llama. Others are refused by name, before anything loads."""
+"""Which Hugging Face models become Megatron models: Llama, Qwen2, Qwen3 and Qwen3-MoE. Others are refused by name, before anything loads."""
 
 from __future__ import annotations
 
@@ -12,9 +12,23 @@ from attrs import frozen
 from turnwise.errors import CheckpointError
 from turnwise_megatron.config import MegatronConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ROPES = ("default", "linear", "llama3")
 """Rotary embeddings whose frequencies are constant, so that transformers' own can be handed to Megatron."""
+
+
+@frozen
+class Experts:
+    """The mixture of experts that stands in place of some layers' MLP."""
+
+    count: int
+    chosen: int
+    """Experts of a token."""
+    intermediate: int
+    normalised: bool
+    """Whether the weights of a token's experts add up to 1."""
+    layers: tuple[bool, ...]
+    """Which layers have experts."""
 
 
 @frozen
@@ -32,6 +46,7 @@ class Architecture:
     vocabulary: int
     tied: bool
     epsilon: float
+    experts: Experts | None
 
     @property
     def qkv_bias(self) -> bool:
@@ -41,7 +56,11 @@ class Architecture:
     @property
     def qk_norm(self) -> bool:
         """Qwen3 normalises each head's queries and keys."""
-        return self.family == "qwen3"
+        return self.family in ("qwen3", "qwen3_moe")
+
+    def experts_in(self, layer: int) -> int:
+        """How many; 0: a dense layer."""
+        return self.experts.count if self.experts is not None and self.experts.layers[layer] else 0
 
     def padded_vocabulary(self, tensor_parallel: int) -> int:
         """The vocabulary rounded up so that it divides among the tensor parallel ranks."""
@@ -67,7 +86,19 @@ def read_architecture(folder: Path) -> Architecture:
         vocabulary=config.vocab_size,
         tied=bool(config.tie_word_embeddings),
         epsilon=config.rms_norm_eps,
+        experts=_experts(config),
     )
+
+
+def _experts(config: Any) -> Experts | None:
+    """None for a dense model, and for one whose every layer is dense."""
+    if config.model_type != "qwen3_moe":
+        return None
+    step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
+    layers = tuple(config.num_experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(config.num_hidden_layers))
+    if not any(layers):
+        return None
+    return Experts(config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size, config.norm_topk_prob, layers)
 
 
 def refusals(folder: Path, config: MegatronConfig) -> list[str]:
@@ -91,6 +122,9 @@ def _unknown_parts(architecture: Architecture) -> Iterator[str]:
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if others:
         yield f"strategy megatron has no conversion for {family} with layers of {', '.join(sorted(others))}. Fix: strategy_name: torch"
+    experts = architecture.experts
+    if experts is not None and experts.chosen == 1 and experts.normalised:
+        yield f"strategy megatron has no conversion for {family} with num_experts_per_tok: 1 and norm_topk_prob: true. Fix: strategy_name: torch"
     rope = config.rope_parameters
     if rope.get("rope_type", "default") not in ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
         yield f"strategy megatron has no conversion for {family} with rope_parameters: {rope}. It has: {', '.join(ROPES)}. Fix: strategy_name: torch"
@@ -98,12 +132,32 @@ def _unknown_parts(architecture: Architecture) -> Iterator[str]:
 
 def _indivisible(architecture: Architecture, config: MegatronConfig) -> Iterator[str]:
     tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    parts = {"num_key_value_heads": architecture.groups, "num_attention_heads": architecture.heads, "intermediate_size": architecture.intermediate}
+    experts = architecture.experts
+    parts = {"num_key_value_heads": architecture.groups, "num_attention_heads": architecture.heads}
+    if experts is None or not all(experts.layers):
+        parts["intermediate_size"] = architecture.intermediate
     for name, value in parts.items():
         if value % tensor:
             yield f"tensor_model_parallel_size: {tensor} does not divide {name} {value} of the model"
     uneven = {"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"} & set(config.engine_args)
     if architecture.layers % pipeline and not uneven:
         yield f"pipeline_model_parallel_size: {pipeline} does not divide the {architecture.layers} layers of the model"
-    if config.expert_model_parallel_size > 1:
+    if experts is not None:
+        yield from _expert_sizes(experts, config)
+    elif config.expert_model_parallel_size > 1:
         yield f"expert_model_parallel_size: {config.expert_model_parallel_size}, and {architecture.family} has no experts. Fix: 1"
+    elif config.expert_tensor_parallel_size is not None:
+        yield f"expert_tensor_parallel_size: {config.expert_tensor_parallel_size}, and {architecture.family} has no experts. Fix: remove it"
+
+
+def _expert_sizes(experts: Experts, config: MegatronConfig) -> Iterator[str]:
+    tensor, expert, expert_tensor = config.tensor_model_parallel_size, config.expert_model_parallel_size, config.experts_tensor_parallel
+    if experts.count % expert:
+        yield f"expert_model_parallel_size: {expert} does not divide the {experts.count} experts of the model"
+    if experts.intermediate % expert_tensor:
+        name = "tensor_model_parallel_size" if config.expert_tensor_parallel_size is None else "expert_tensor_parallel_size"
+        yield f"{name}: {expert_tensor} does not divide moe_intermediate_size {experts.intermediate} of the model"
+    if tensor > 1 and not config.sequence_parallel:
+        yield f"tensor_model_parallel_size: {tensor} of a model with experts needs sequence parallelism. Fix: sequence_parallel: true"
+    if expert == 1 and expert_tensor != tensor:  # Megatron reduces the gradients of experts as those of other weights then
+        yield f"expert_tensor_parallel_size: {expert_tensor} needs an expert_model_parallel_size over 1. Fix: remove it"

@@ -12,7 +12,8 @@ from turnwise.errors import did_you_mean
 DECIDED = {
     "the model folder's config.json": (
         "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization layernorm_epsilon gated_linear_unit "
-        "activation_func add_bias_linear add_qkv_bias qk_layernorm rotary_interleaved multi_latent_attention num_moe_experts mtp_num_layers"
+        "activation_func add_bias_linear add_qkv_bias qk_layernorm rotary_interleaved multi_latent_attention mtp_num_layers "
+        "num_moe_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax moe_router_score_function"
     ),
     "model_args.dtype": "bf16 fp16 params_dtype pipeline_dtype autocast_dtype enable_autocast fp8 fp4 loss_scale initial_loss_scale",
     "training_args": "lr min_lr decoupled_lr decoupled_min_lr weight_decay",
@@ -29,7 +30,7 @@ UNSUPPORTED = (
     "virtual_pipeline_model_parallel_size pipeline_model_parallel_layout hybrid_context_parallel overlap_param_gather "
     "overlap_param_gather_with_optimizer_step use_megatron_fsdp use_precision_aware_optimizer optimizer_cpu_offload cpu_offloading "
     "defer_embedding_wgrad_compute delay_wgrad_compute overlap_moe_expert_parallel_comm use_layer_wise_distributed_optimizer "
-    "num_distributed_optimizer_instances expert_tensor_parallel_size enable_cuda_graph cuda_graph_impl use_kitchen "
+    "num_distributed_optimizer_instances enable_cuda_graph cuda_graph_impl use_kitchen "
     "fine_grained_activation_offloading experimental_attention_variant"
 )
 

@@ -29,6 +29,7 @@ class MegatronConfig:
     pipeline_model_parallel_size: int = field(default=1, validator=validators.ge(1))
     context_parallel_size: int = field(default=1, validator=validators.ge(1))
     expert_model_parallel_size: int = field(default=1, validator=validators.ge(1))
+    expert_tensor_parallel_size: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = True
     recompute_granularity: Literal["full", "selective"] | None = None
@@ -42,17 +43,21 @@ class MegatronConfig:
     engine_args: Mapping[str, Any] = field(factory=dict)
 
     def data_parallel_size(self, world: int) -> int:
-        """dp = world / (tp · pp · cp). Raises ValueError where `world` devices cannot be divided so."""
+        """dp = world / (tp · pp · cp). Raises ValueError where `world` devices cannot be divided so, or not among the experts."""
         tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size
         if world % (tp * pp * cp):
             sizes = f"tensor_model_parallel_size {tp} × pipeline_model_parallel_size {pp} × context_parallel_size {cp}"
             raise ValueError(f"{world} devices are not divisible by {sizes}")
-        data = world // (tp * pp * cp)
-        if (data * cp) % self.expert_model_parallel_size:
-            raise ValueError(
-                f"{data * cp} data and context parallel ranks are not divisible by expert_model_parallel_size {self.expert_model_parallel_size}"
-            )
-        return data
+        ep, etp = self.expert_model_parallel_size, self.experts_tensor_parallel
+        if (world // pp) % (ep * etp):
+            sizes = f"expert_model_parallel_size {ep} × expert_tensor_parallel_size {etp}"
+            raise ValueError(f"the {world // pp} devices of a pipeline stage are not divisible by {sizes}")
+        return world // (tp * pp * cp)
+
+    @property
+    def experts_tensor_parallel(self) -> int:
+        """Processes that share an expert: as many as share a layer, unless told otherwise."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     def memory(self, facts: Mapping[str, Any]) -> dict[str, int]:
         """Bytes on one device: `weights`, `gradients` (fp32, as Megatron accumulates them), `optimizer`, `activations`.

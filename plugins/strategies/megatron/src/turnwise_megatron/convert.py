@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,19 +21,31 @@ from turnwise_torch.models import VALUE_HEAD_FILE, first_line
 
 Kind = Literal["whole", "rows", "columns", "vocabulary", "gate", "qkv"]
 VALUE_HEAD = ("value_head.weight", "value_head.bias")
+_EXPERT = re.compile(r"(?P<layer>.*\.experts\.)(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 
 
 @frozen
 class Entry:
-    """One Megatron parameter of a stage: `name` in that stage's model, how tensor parallelism cuts it, and the HF tensors that it is made of."""
+    """One Megatron parameter of a stage: `name` in that stage's model, how tensor parallelism cuts it, and the HF tensors that it is made of.
+
+    A parameter of an expert is another expert's on every expert parallel rank: `sources` are those of all ranks, one rank after the other.
+    """
 
     name: str
     kind: Kind
     sources: tuple[str, ...]
+    expert: bool = False
+
+    def sources_of(self, rank: int, size: int) -> tuple[str, ...]:
+        """Those of one of `size` expert parallel ranks."""
+        if not self.expert:
+            return self.sources
+        each = len(self.sources) // size
+        return self.sources[rank * each : (rank + 1) * each]
 
 
-def stage_entries(architecture: Architecture, layers: range, first: bool, last: bool, value: bool) -> Iterator[Entry]:
-    """The parameters of a pipeline stage with the model's `layers`, in Hugging Face's order."""
+def stage_entries(architecture: Architecture, layers: range, first: bool, last: bool, value: bool, expert_parallel: int) -> Iterator[Entry]:
+    """The parameters of a pipeline stage with the model's `layers`, in Hugging Face's order; experts by the names of checkpoints, one by one."""
     if first:
         yield Entry("embedding.word_embeddings.weight", "vocabulary", ("model.embed_tokens.weight",))
     for here, layer in enumerate(layers):
@@ -44,8 +57,11 @@ def stage_entries(architecture: Architecture, layers: range, first: bool, last: 
         if architecture.qk_norm:
             for x in "qk":
                 yield Entry(f"{ours}self_attention.{x}_layernorm.weight", "whole", (f"{attention}{x}_norm.weight",))
-        yield Entry(f"{ours}mlp.linear_fc1.weight", "gate", (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight"))
-        yield Entry(f"{ours}mlp.linear_fc2.weight", "columns", (f"{theirs}mlp.down_proj.weight",))
+        if count := architecture.experts_in(layer):
+            yield from _expert_entries(f"{ours}mlp.", f"{theirs}mlp.", count, expert_parallel)
+        else:
+            yield Entry(f"{ours}mlp.linear_fc1.weight", "gate", (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight"))
+            yield Entry(f"{ours}mlp.linear_fc2.weight", "columns", (f"{theirs}mlp.down_proj.weight",))
         yield Entry(f"{ours}input_layernorm.weight", "whole", (f"{theirs}input_layernorm.weight",))
         yield Entry(f"{ours}pre_mlp_layernorm.weight", "whole", (f"{theirs}post_attention_layernorm.weight",))
     if last:
@@ -54,6 +70,32 @@ def stage_entries(architecture: Architecture, layers: range, first: bool, last: 
             yield from (Entry(name, "whole", (name,)) for name in VALUE_HEAD)
         else:
             yield Entry("output_layer.weight", "vocabulary", ("model.embed_tokens.weight" if architecture.tied else "lm_head.weight",))
+
+
+def _expert_entries(ours: str, theirs: str, count: int, expert_parallel: int) -> Iterator[Entry]:
+    yield Entry(f"{ours}router.weight", "whole", (f"{theirs}gate.weight",))
+    here = count // expert_parallel
+    for local in range(here):
+        experts = [f"{theirs}experts.{rank * here + local}." for rank in range(expert_parallel)]
+        up = tuple(f"{expert}{x}_proj.weight" for expert in experts for x in ("gate", "up"))
+        yield Entry(f"{ours}experts.local_experts.{local}.linear_fc1.weight", "gate", up, expert=True)
+        down = tuple(f"{expert}down_proj.weight" for expert in experts)
+        yield Entry(f"{ours}experts.local_experts.{local}.linear_fc2.weight", "columns", down, expert=True)
+
+
+class FusedExpert:
+    """A slice of one expert's matrix, where a layer's experts are stored as one tensor [experts, rows, columns], as transformers holds them."""
+
+    def __init__(self, whole: Any, expert: int, start: int, rows: int) -> None:
+        self._whole, self._expert, self._start, self._rows = whole, expert, start, rows
+
+    def get_shape(self) -> list[int]:
+        return [self._rows, self._whole.get_shape()[2]]
+
+    def __getitem__(self, place: slice | tuple[slice, slice]) -> Tensor:
+        rows, columns = place if isinstance(place, tuple) else (place, slice(None))
+        start, end, _ = rows.indices(self._rows)
+        return self._whole[self._expert : self._expert + 1, self._start + start : self._start + end, columns][0]
 
 
 class Folder:
@@ -80,10 +122,15 @@ class Folder:
     def slice(self, name: str) -> Any:
         """A tensor to take slices of; `.get_shape()` is its whole shape."""
         found = self._found(name)
-        if found is None:
+        if found is not None:
+            return found[0].get_slice(found[1])
+        expert = _EXPERT.fullmatch(name)
+        fused = expert and self._found(f"{expert['layer']}{'down_proj' if expert['part'] == 'down' else 'gate_up_proj'}")
+        if not expert or not fused:
             raise CheckpointError(f"the model in {self.folder} lacks the weight {name!r}. Fix: fetch or export the folder again")
-        opened, key = found
-        return opened.get_slice(key)
+        whole = fused[0].get_slice(fused[1])
+        rows = whole.get_shape()[1] if expert["part"] == "down" else whole.get_shape()[1] // 2
+        return FusedExpert(whole, int(expert["number"]), rows if expert["part"] == "up" else 0, rows)
 
     def _found(self, name: str) -> tuple[Any, str] | None:
         return self._files.get(name) or self._files.get(name.removeprefix("model."))  # a backbone's names have no prefix
@@ -101,8 +148,10 @@ def load(model: nn.Module, entries: Sequence[Entry], folder: Folder, architectur
             if entry.sources[0] in VALUE_HEAD and entry.sources[0] not in folder:
                 parameter.zero_()
                 continue
-            slices = [folder.slice(name) for name in entry.sources]
-            part = _cut(entry.kind, slices, architecture, parallel.tensor, parallel.sizes["tensor"])
+            experts = parallel.experts
+            slices = [folder.slice(name) for name in entry.sources_of(experts.rank, experts.size)]
+            place = (experts.tensor, experts.tensor_size) if entry.expert else (parallel.tensor, parallel.sizes["tensor"])
+            part = _cut(entry.kind, slices, architecture, *place)
             if part.shape != parameter.shape:
                 raise CheckpointError(
                     f"the weight {entry.sources[0]!r} in {folder.folder} does not have the shape that its config.json tells. Fix: export it again"
@@ -157,11 +206,9 @@ def gathered(
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors under their Hugging Face names on rank 0, one parameter at a time; tied ones under every name.
 
-    The pipeline and the tensor parallel ranks of rank 0 take part and are to iterate as well; they and all others get nothing.
+    The pipeline, the tensor and the expert parallel ranks of rank 0 take part and are to iterate as well; they and all others get nothing.
     `shape` tells the whole shape of a Hugging Face tensor, which another stage sends.
     """
-    if parallel.replica:
-        return
     parameters = dict(model.named_parameters())
     like = next(iter(parameters.values()))
     embedding: Tensor | None = None
@@ -172,7 +219,7 @@ def gathered(
                     yield "lm_head.weight", embedding
                 continue
             whole = _whole(parameters[entry.name].detach(), entry, architecture, parallel) if stage == parallel.pipeline else []
-            if parallel.tensor:
+            if parallel.tensor or parallel.replica:
                 continue
             if stage and stage == parallel.pipeline:
                 for tensor in whole:
@@ -189,12 +236,17 @@ def gathered(
 
 
 def _whole(parameter: Tensor, entry: Entry, architecture: Architecture, parallel: Parallel) -> list[Tensor]:
-    """The HF tensors of a parameter on the first tensor parallel rank; on the others nothing."""
-    size = parallel.sizes["tensor"]
-    if size == 1:
-        return _join(entry.kind, [parameter], architecture)
+    """The HF tensors of a parameter on the first of the ranks that share it; on the others, and those that hold the same again, nothing."""
+    experts = parallel.experts
+    if experts.replica if entry.expert else parallel.replica:
+        return []
+    group, size = (experts.group, experts.tensor_size) if entry.expert else (parallel.tensor_group, parallel.sizes["tensor"])
     if entry.kind == "whole":
         return [parameter] if parallel.tensor == 0 else []
-    parts = [torch.empty_like(parameter) for _ in range(size)] if parallel.tensor == 0 else None
-    dist.gather(parameter.contiguous(), parts, group=parallel.tensor_group, group_dst=0)
-    return _join(entry.kind, parts, architecture) if parts else []
+    parts: list[Tensor] | None = [parameter]
+    if group.size() > 1:
+        parts = [torch.empty_like(parameter) for _ in range(group.size())] if group.rank() == 0 else None
+        dist.gather(parameter.contiguous(), parts, group=group, group_dst=0)
+    if parts is None:
+        return []
+    return [whole for start in range(0, len(parts), size) for whole in _join(entry.kind, parts[start : start + size], architecture)]

@@ -11,6 +11,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -61,6 +63,15 @@ class Attention(nn.Module):
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class Router(TopKRouter):
+    """The experts of every token and their weights, and nothing else; Megatron's own forward needs a name of Transformer Engine."""
+
+    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """hidden [s, b, h] → weights [s·b, experts], zero but for the chosen, and which those are."""
+        logits = F.linear(hidden, self.weight).flatten(0, 1)
+        return topk_routing_with_score_function(logits, self.topk, use_pre_softmax=self.config.moe_router_pre_softmax)
 
 
 def context_positions(width: int, size: int, rank: int) -> Tensor:
@@ -119,7 +130,8 @@ def transformer_config(architecture: Architecture, config: MegatronConfig, dtype
         "context_parallel_size": config.context_parallel_size,
         "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,
         "variable_seq_lengths": config.pipeline_model_parallel_size > 1,
-        "moe_token_dispatcher_type": "alltoall",  # of no effect here; variable_seq_lengths insists
+        "moe_token_dispatcher_type": "alltoall",  # of no effect without experts, but variable_seq_lengths insists
+        **_expert_options(architecture, config),
         "batch_p2p_sync": False,
         "deallocate_pipeline_outputs": True,
         "calculate_per_token_loss": True,  # gradients are added up, over micro-batches and ranks, and nothing is divided
@@ -138,17 +150,29 @@ def transformer_config(architecture: Architecture, config: MegatronConfig, dtype
         raise ConfigError(f"strategy megatron: Megatron refuses the configuration: {first_line(error)}") from error
 
 
+def _expert_options(architecture: Architecture, config: MegatronConfig) -> dict[str, Any]:
+    """Every token reaches all its experts (no capacity, no drops), and the router has no loss of its own: what transformers computes."""
+    experts = architecture.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_layer_freq": [int(sparse) for sparse in experts.layers],
+        "moe_ffn_hidden_size": experts.intermediate,
+        "moe_router_topk": experts.chosen,
+        "moe_router_pre_softmax": not experts.normalised,  # a softmax over the chosen alone is the normalised softmax over all
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": config.expert_model_parallel_size,
+        "expert_tensor_parallel_size": config.experts_tensor_parallel,
+    }
+
+
 def build(architecture: Architecture, config: TransformerConfig, parallel: Parallel, value: bool) -> Model:
     """This rank's stage, with random weights, on the CPU."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = Attention
-    if architecture.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layers = [_layer(architecture, number) for number in stage_layers(config)[parallel.pipeline]]
     model = Model(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
         vocab_size=architecture.padded_vocabulary(config.tensor_model_parallel_size),
         max_sequence_length=architecture.config.max_position_embeddings,
         pre_process=parallel.pipeline == 0,
@@ -164,6 +188,25 @@ def build(architecture: Architecture, config: TransformerConfig, parallel: Paral
         for parameter in model.value_head.parameters():
             parameter.sequence_parallel = False  # every tensor parallel rank has the whole gradient already
     return model
+
+
+def _layer(architecture: Architecture, number: int) -> Any:
+    """Megatron's local layer, with this module's norms, attention and router."""
+    experts = architecture.experts_in(number)
+    layer = get_gpt_layer_local_spec(num_experts=experts or None, qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if experts:
+        layer.submodules.mlp.submodules.router = Router
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = Attention
+    if architecture.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Whether expert parallel ranks hold different values of a parameter, so that it has optimizer and gradient groups of its own."""
+    return not getattr(parameter, "allreduce", True)
 
 
 def rotary_frequencies(architecture: Architecture) -> Tensor:

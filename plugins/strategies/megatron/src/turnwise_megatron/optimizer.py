@@ -60,6 +60,16 @@ class Optimizer:
         """In an order that is the same in every run of one layout."""
         return [parameter for adam in self.adams for group in adam.param_groups for parameter in group["params"]]
 
+    @property
+    def expert(self) -> list[bool]:
+        """Which of the masters are those of experts that are shared out among ranks."""
+        return [bool(group["is_expert_parallel"]) for adam in self.adams for group in adam.param_groups for _ in group["params"]]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The memory of all gradients here."""
+        return [buffer.grad_data for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers)]
+
     def clear(self) -> None:
         """Gradients of zero."""
         self.ddp.zero_grad_buffer()

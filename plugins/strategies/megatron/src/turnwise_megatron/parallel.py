@@ -20,6 +20,22 @@ _users: list[Parallel] = []
 
 
 @frozen(eq=False)
+class ExpertParallel:
+    """The place of this process among those that share a stage's experts: `rank` of `size` has some, `tensor` of `tensor_size` a part of each."""
+
+    size: int
+    rank: int
+    tensor_size: int
+    tensor: int
+    replica: int
+    """Among the processes that hold the same experts."""
+    owner: int
+    """The global rank of the first of them."""
+    group: dist.ProcessGroup
+    """The processes that together hold all experts of a stage once; of one expert's parts first."""
+
+
+@frozen(eq=False)
 class Parallel:
     """The place of this process: ranks and groups of Megatron's parallel forms. `data` counts those that see different rows."""
 
@@ -38,12 +54,17 @@ class Parallel:
     context_group: dist.ProcessGroup
     pipeline_ranks: tuple[int, ...]
     """Global ranks of this pipeline, first stage first."""
+    experts: ExpertParallel
     _own_default: bool = field(default=False)
 
     @property
     def last_stage(self) -> bool:
         """Whether the loss is computed here."""
         return self.pipeline == self.sizes["pipeline"] - 1
+
+    def holders(self, expert: bool) -> tuple[int, int]:
+        """(which of those that hold the same weights this process is, the global rank of the first): of experts' weights, or of the others."""
+        return (self.experts.replica, self.experts.owner) if expert else (self.replica, self.owner)
 
     def leave(self) -> None:
         """Give the groups back; after the last strategy they are destroyed. May be called twice."""
@@ -74,6 +95,8 @@ def join(config: MegatronConfig, ranks: Ranks, device: torch.device, seed: int) 
         "tensor": config.tensor_model_parallel_size,
         "pipeline": config.pipeline_model_parallel_size,
         "context": config.context_parallel_size,
+        "expert": config.expert_model_parallel_size,
+        "expert tensor": config.experts_tensor_parallel,
     }
     if _users and dict(_users[0].sizes) != sizes:
         raise ConfigError(
@@ -98,10 +121,21 @@ def join(config: MegatronConfig, ranks: Ranks, device: torch.device, seed: int) 
                 tensor_model_parallel_size=sizes["tensor"],
                 pipeline_model_parallel_size=sizes["pipeline"],
                 context_parallel_size=sizes["context"],
+                expert_model_parallel_size=sizes["expert"],
+                expert_tensor_parallel_size=sizes["expert tensor"],
                 distributed_timeout_minutes=max(1, int(MEETING_SECONDS) // 60),
                 create_gloo_process_groups=False,
             )
             tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    experts = ExpertParallel(
+        size=parallel_state.get_expert_model_parallel_world_size(),
+        rank=parallel_state.get_expert_model_parallel_rank(),
+        tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        tensor=parallel_state.get_expert_tensor_parallel_rank(),
+        replica=parallel_state.get_expert_data_parallel_rank(),
+        owner=dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group())[0],
+        group=parallel_state.get_expert_tensor_and_model_parallel_group(),
+    )
     made = Parallel(
         sizes=sizes,
         rank=dist.get_rank(),
@@ -115,6 +149,7 @@ def join(config: MegatronConfig, ranks: Ranks, device: torch.device, seed: int) 
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
         context_group=parallel_state.get_context_parallel_group(),
         pipeline_ranks=tuple(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())),
+        experts=experts,
         own_default=own,
     )
     _users.append(made)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -46,6 +47,19 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Stream:
+    """Stands for a stream of work on a GPU: what is asked of it is done when the question returns."""
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+_STREAM = _Stream()
+
+
 def _is_cuda(device: Any) -> bool:
     return (isinstance(device, str) and device.startswith("cuda")) or (isinstance(device, torch.device) and device.type == "cuda")
 
@@ -66,6 +80,7 @@ def _replace(change: int) -> None:
 
 def _replacements() -> list[tuple[Any, str, Any]]:
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
 
     def set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
         torch.set_rng_state(state)
@@ -73,9 +88,39 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     def get_state(*_: Any, **__: Any) -> torch.Tensor:
         return torch.get_rng_state()
 
+    def on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor  # Megatron's own makes numbers of a GPU's tensors alone
+
+    gather, scatter = dist.all_gather, dist.reduce_scatter
+
+    def all_gather(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, **options: Any) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return gather(parts, own, group=group, **options)
+        for rank, part in enumerate(parts):  # gloo gathers equal parts alone
+            if rank == group.rank():
+                part.copy_(own)
+            dist.broadcast(part, group=group, group_src=rank)
+        return None
+
+    def reduce_scatter(out: torch.Tensor, parts: list[torch.Tensor], *, group: Any = None, **options: Any) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return scatter(out, parts, group=group, **options)
+        for rank, part in enumerate(parts):
+            total = part.clone()
+            dist.reduce(total, group=group, group_dst=rank)
+            if rank == group.rank():
+                out.copy_(total)
+        return None
+
     return [
+        (dist, "all_gather", all_gather),
+        (dist, "reduce_scatter", reduce_scatter),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", on_cpu),
         (torch.cuda, "current_device", lambda: _CPU),
         (torch.cuda, "synchronize", lambda *_: None),
+        (torch.cuda, "Stream", lambda: _STREAM),  # the dispatcher of tokens to experts has one
+        (torch.cuda, "current_stream", lambda: _STREAM),
+        (torch.cuda, "stream", lambda _: nullcontext()),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "get_rng_state", get_state),
         (torch.cuda.random, "get_rng_state", get_state),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, UntypedStorage, nn
 
 from turnwise.errors import CheckpointError
+from turnwise_megatron.model import is_expert
 from turnwise_megatron.optimizer import Optimizer
 from turnwise_megatron.parallel import Parallel
 from turnwise_torch.state import STATE_FILE, read_state, write_state
@@ -23,10 +24,11 @@ def part(folder: Path, rank: int) -> Path:
 def save(folder: Path, model: nn.Module, optimizer: Optimizer | None, parallel: Parallel, distributed: bool, facts: Mapping[str, str]) -> None:
     """Weights and optimizer state that no other process writes, and the random state. Raises CheckpointError."""
     tensors = {f"rng/{name}": state for name, state in _random_states(model).items()}
-    if not parallel.replica:
-        tensors |= {f"model/{name}": parameter for name, parameter in model.named_parameters()}
-    if optimizer is not None and (distributed or not parallel.replica):
-        tensors |= _optimizer_state(model, optimizer)
+    first = {expert: parallel.holders(expert)[0] == 0 for expert in (False, True)}
+    tensors |= {f"model/{name}": parameter for name, parameter in model.named_parameters() if first[is_expert(parameter)]}
+    if optimizer is not None:
+        written = {number for number, expert in enumerate(optimizer.expert) if distributed or first[expert]}
+        tensors |= _optimizer_state(model, optimizer, written)
     write_state(part(folder, parallel.rank), tensors, facts)
 
 
@@ -36,16 +38,20 @@ def load(
     """Undo `save`, in place, and return the facts of the folder. Raises CheckpointError: missing, damaged, of another layout or model."""
     _check_layout(folder, facts)
     own, told = read_state(part(folder, parallel.rank), facts)
-    owners = own if not parallel.replica else read_state(part(folder, parallel.owner), facts)[0]
-    weights = {name.removeprefix("model/"): tensor for name, tensor in owners.items() if name.startswith("model/")}
+    owners = {expert: parallel.holders(expert)[1] for expert in (False, True)}
+    read = {parallel.rank: own} | {rank: read_state(part(folder, rank), facts)[0] for rank in {*owners.values()} - {parallel.rank}}
     parameters = dict(model.named_parameters())
-    if {name: tensor.shape for name, tensor in weights.items()} != {name: parameter.shape for name, parameter in parameters.items()}:
+    saved = {name.removeprefix("model/") for tensors in read.values() for name in tensors if name.startswith("model/")}
+    found = {name: read[owners[is_expert(parameter)]] for name, parameter in parameters.items()}
+    weights = {name: tensors[f"model/{name}"] for name, tensors in found.items() if f"model/{name}" in tensors}
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    if saved != parameters.keys() or shapes != {name: parameter.shape for name, parameter in parameters.items()}:
         raise CheckpointError(f"the training state in {folder} belongs to another model. Fix: the pretrain of that run")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
         if optimizer is not None:
-            _restore_optimizer(optimizer, own if distributed else owners)
+            _restore_optimizer(optimizer, [own if distributed else read[owners[expert]] for expert in optimizer.expert])
     torch.set_rng_state(own["rng/cpu"])
     if "rng/cuda" in own and torch.cuda.is_available():
         torch.cuda.set_rng_state(own["rng/cuda"])
@@ -77,34 +83,37 @@ def _random_states(model: nn.Module) -> dict[str, Tensor]:
     return states
 
 
-def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Moments of every master, and the masters that are not the model's own memory."""
+def _optimizer_state(model: nn.Module, optimizer: Optimizer, written: Container[int]) -> dict[str, Tensor]:
+    """Moments of the masters whose numbers are `written`, and those of them that are not the model's own memory."""
     shared = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     out = {}
-    for number, master in enumerate(optimizer.masters):
+    masters = {number: master for number, master in enumerate(optimizer.masters) if number in written}
+    for number, master in masters.items():
         if master.untyped_storage().data_ptr() not in shared:
             out[f"master/{number}"] = master
     for adam in optimizer.adams:
-        for number, master in enumerate(optimizer.masters):
+        for number, master in masters.items():
             out |= {f"state/{number}/{key}": value for key, value in adam.state.get(master, {}).items() if isinstance(value, Tensor)}
         out |= {f"group/{number}/step": torch.tensor(group["step"]) for number, group in enumerate(adam.param_groups) if "step" in group}
     return out
 
 
-def _restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    for number, master in enumerate(optimizer.masters):
+def _restore_optimizer(optimizer: Optimizer, sources: Sequence[Mapping[str, Tensor]]) -> None:
+    """`sources`: for each master the tensors that were saved with it."""
+    for number, (master, tensors) in enumerate(zip(optimizer.masters, sources, strict=True)):
         if f"master/{number}" in tensors:
             master.copy_(tensors[f"master/{number}"])
+    steps = {name: tensor for tensors in sources for name, tensor in tensors.items() if name.startswith("group/")}
     for adam in optimizer.adams:
         adam.state.clear()
-        for number, master in enumerate(optimizer.masters):
+        for number, (master, tensors) in enumerate(zip(optimizer.masters, sources, strict=True)):
             prefix = f"state/{number}/"
             held = {name.removeprefix(prefix): tensor.clone() for name, tensor in tensors.items() if name.startswith(prefix)}
             if held:
                 adam.state[master] = {key: value if key == "step" else value.to(master.device) for key, value in held.items()}
         for number, group in enumerate(adam.param_groups):
-            if "step" in group or f"group/{number}/step" in tensors:  # Apex and Transformer Engine count a group's steps
-                group["step"] = int(tensors[f"group/{number}/step"]) if f"group/{number}/step" in tensors else 0
+            if "step" in group or f"group/{number}/step" in steps:  # Apex and Transformer Engine count a group's steps
+                group["step"] = int(steps[f"group/{number}/step"]) if f"group/{number}/step" in steps else 0
 
 
 class Parked:

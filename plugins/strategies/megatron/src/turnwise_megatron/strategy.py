@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 class MegatronStrategy(ModelStrategy):
     """Actor, critic (`head: value`) or reference (`trainable: false`), the part of this process (see turnwise.contracts.train)."""
+
+    adapters = False
 
     def __init__(self, config: MegatronConfig | None, context: TrainContext) -> None:
         self.config = config or MegatronConfig()
@@ -83,7 +86,8 @@ class MegatronStrategy(ModelStrategy):
         extra, rest = arguments.split(self.config.engine_args)
         settings = model.transformer_config(self.architecture, self.config, torch_dtype(context.dtype), extra)
         layers, last = model.stage_layers(settings), self.parallel.sizes["pipeline"] - 1
-        self._stages = [list(convert.stage_entries(self.architecture, part, n == 0, n == last, value)) for n, part in enumerate(layers)]
+        given = (value, self.parallel.experts.size)
+        self._stages = [list(convert.stage_entries(self.architecture, part, n == 0, n == last, *given)) for n, part in enumerate(layers)]
         built = model.build(self.architecture, settings, self.parallel, value)
         built.vocabulary = self.architecture.vocabulary
         convert.load(built, self._stages[self.parallel.pipeline], folder, self.architecture, self.parallel)
@@ -102,24 +106,23 @@ class MegatronStrategy(ModelStrategy):
     # ---------------------------------------------------------------- updates
 
     def _accumulate(self, update: Update, columns: Mapping[str, np.ndarray]) -> tuple[float, dict[str, tuple[float, float]]]:
-        """As in ModelStrategy; a rank without rows computes one micro-batch of coefficient zero, so that gradients meet."""
+        """As in ModelStrategy; a rank without rows computes one micro-batch of coefficient zero, so that gradients meet, and ranks that share
+        experts compute equal numbers of micro-batches, so that tokens meet."""
         assert self.optimizer is not None
         context, layout = self.context, Layout(update.rows)
         wanted = (columns["coef"] != 0) | (columns["weight"] != 0)
         groups = self._groups(layout, context.per_device_train_batch_size, context.max_tokens_per_microbatch_in_train, wanted)
-        if groups:
-            batches, given = (self._batch(layout, group) for group in groups), columns
-        else:
-            batches = (padding(self.device) for _ in range(1))
-            given = {name: np.zeros((1, *column.shape[1:]), column.dtype) for name, column in columns.items()}
+        filler, count = padding(self.device), max(1, self._together(len(groups)))
+        zeros = {name: np.zeros((1, *column.shape[1:]), column.dtype) for name, column in columns.items()}
+        batches = chain((self._batch(layout, group) for group in groups), repeat(filler, count - len(groups)))
 
         def work(hidden: Tensor, share: Share, batch: MicroBatch) -> tuple[Tensor, Any]:
             self._current = hidden, share
-            loss, sums = self._terms(batch, given, update)
+            loss, sums = self._terms(batch, zeros if batch is filler else columns, update)
             return loss, (float(loss.detach()), {name: (float(x), float(w)) for name, (x, w) in sums.items()})
 
         self.optimizer.clear()
-        answers = self._run(batches, max(1, len(groups)), work, train=True)
+        answers = self._run(batches, count, work, train=True)
         total: dict[str, tuple[float, float]] = {}
         for _, sums in answers:
             for name, (x, w) in sums.items():
@@ -163,18 +166,26 @@ class MegatronStrategy(ModelStrategy):
         layout = Layout(rows)
         out = np.zeros(len(layout.position), np.float32)
         groups = self._groups(layout, self.context.infer_batch_size, self.context.max_tokens_per_microbatch_in_infer)
-        if not groups:
+        filler, count = padding(self.device), self._together(len(groups))
+        if not count:
             return out
+        batches = chain((self._batch(layout, group) for group in groups), repeat(filler, count - len(groups)))
 
         def work(hidden: Tensor, share: Share, batch: MicroBatch) -> tuple[Tensor, Any]:
             self._current = hidden, share
-            return hidden, (batch.responses, compute(batch).float().cpu().numpy())
+            values = compute(batch).float().cpu().numpy()
+            return hidden, None if batch is filler else (batch.responses, values)
 
         with out_of_memory_told(phase, self.context.role, train=False), torch.no_grad():
-            for responses, values in self._run((self._batch(layout, group) for group in groups), len(groups), work, train=False):
-                out[responses] = values
+            for answer in self._run(batches, count, work, train=False):
+                if answer is not None:
+                    out[answer[0]] = answer[1]
         self._current = None
         return out
+
+    def _together(self, count: int) -> int:
+        """How many micro-batches a rank with `count` of its own computes: where ranks share experts the most of all, for each serves the others."""
+        return self.group.largest(count)[0] if self.parallel.experts.size > 1 else count
 
     def _run(self, batches: Iterator[MicroBatch], count: int, work: Work, train: bool) -> list[Any]:
         from turnwise_megatron.schedule import run
@@ -237,7 +248,8 @@ class MegatronStrategy(ModelStrategy):
         self._updates = int(facts["updates"])
 
     def _facts(self) -> dict[str, str]:
-        sizes = {**self.parallel.sizes, "data": self.parallel.data[1]}
+        idle = ("expert", "expert tensor") if self.architecture.experts is None else ()
+        sizes = {name: size for name, size in self.parallel.sizes.items() if name not in idle} | {"data": self.parallel.data[1]}
         layout = [f"{name} {size}" for name, size in sizes.items()]
         if self.optimizer is not None:
             layout.append("distributed optimizer" if self.config.use_distributed_optimizer else "plain optimizer")
@@ -254,7 +266,7 @@ class MegatronStrategy(ModelStrategy):
         dropped: list[Tensor] = []
         if self.optimizer is not None:
             kept += [*self.optimizer.masters, *(x for adam in self.optimizer.adams for held in adam.state.values() for x in held.values())]
-            dropped = [buffer.grad_data for buffer in self.optimizer.ddp.buffers]
+            dropped = self.optimizer.gradients
         self._parked = Parked([x for x in kept if isinstance(x, Tensor) and x.is_cuda], dropped)
         torch.cuda.empty_cache()
 

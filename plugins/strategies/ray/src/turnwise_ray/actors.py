@@ -15,7 +15,7 @@ import ray
 from attrs import field, frozen
 
 import turnwise.errors
-from turnwise.errors import TurnwiseError
+from turnwise.errors import EngineLost, TurnwiseError
 from turnwise.plugins import registry
 
 log = logging.getLogger("turnwise")
@@ -83,6 +83,11 @@ class Answer:
     value: Any = None
     failure: Failure | None = None
     records: list[tuple[int, str]] = field(factory=list)
+
+    @property
+    def lost(self) -> bool:
+        """Whether what stands behind the process has ended (EngineLost)."""
+        return self.failure is not None and self.failure.kind == EngineLost.__name__
 
     def unwrap(self, where: str, otherwise: type[TurnwiseError]) -> Any:
         """The value; its failure is raised here. Log records go to the driver's log under the name `where`."""

@@ -13,7 +13,8 @@ from attrs import define, evolve, field
 
 from turnwise.contracts.runtime import RolePlan
 from turnwise.contracts.train import Offer
-from turnwise.errors import ConfigError, EngineError, MachineError, TurnwiseError
+from turnwise.errors import ConfigError, EngineError, EngineLost, MachineError, TurnwiseError
+from turnwise.rollout.process import one_line
 from turnwise_ray.actors import Answer, Home, death, packed, result
 from turnwise_ray.cluster import Cluster, Seat
 from turnwise_ray.relay import TRANSPORT, RelaySink, RelaySource
@@ -26,11 +27,13 @@ log = logging.getLogger("turnwise")
 
 @define(eq=False)
 class _Member:
-    """One engine: its seats, its actor (None while it is being replaced), its node, and as how many readers of an offer it counts, by transport."""
+    """One engine: its seats, its actor (None while it is being replaced), whether its end is known though its watcher has not seen it yet, its
+    node, and as how many readers of an offer it counts, by transport."""
 
     number: int
     seats: list[Seat]
     actor: Any = None
+    lost: bool = False
     node: str = ""
     readers: Mapping[str, int] = field(factory=dict)
     restarts: int = 0
@@ -39,8 +42,8 @@ class _Member:
 class RayBackend(Router):
     """The engines of a role behind one inference backend (turnwise.contracts.inference). None serves before its first weights.
 
-    An engine that dies is built again, at most `max_restarts` times. If the trainer still has the weights of the last offer it gives them to
-    the new engine at once; else the engine waits for the next weight update.
+    An engine whose process dies, or which tells that it has ended (EngineLost), is built again, at most `max_restarts` times. If the trainer
+    still has the weights of the last offer it gives them to the new engine at once; else the engine waits for the next weight update.
     """
 
     transports: tuple[str, ...] = ()
@@ -92,7 +95,7 @@ class RayBackend(Router):
             if isinstance(error, ray.exceptions.RayError):
                 raise EngineError(f"{where} died while it was built. {death(error)}") from error
             raise
-        member.actor = actor
+        member.actor, member.lost = actor, False
 
     # ---------------------------------------------------------------- what the pipeline asks of a backend
 
@@ -122,7 +125,7 @@ class RayBackend(Router):
         """Give the weights to all engines and return the version that all of them serve. Raises EngineError."""
         members = self._present() if self._reading is None else self._reading
         self._reading = None
-        gone = [member for member in members if member.actor is None]
+        gone = [member for member in members if member not in self._present()]
         if gone or not members:
             which = ", ".join(f"{self.role}.{member.number}" for member in gone or self._members)
             raise EngineError(f"{which} died before the weights of version {offer.version} came")
@@ -132,8 +135,12 @@ class RayBackend(Router):
         return offer.version
 
     async def pause(self) -> None:
-        """Pause all engines."""
+        """Pause all engines. Where none is left, wait for one that is being built: somebody has to read the weights that follow."""
         await self._each("pause")
+        while not self._present():
+            if self._failed is not None:
+                raise self._failed
+            await self._changed.wait()
 
     async def resume(self) -> None:
         """Resume all engines."""
@@ -159,9 +166,10 @@ class RayBackend(Router):
         self.serve({}, f"{self.role} was closed")
         with contextlib.suppress(TurnwiseError, TimeoutError):  # they are ended below
             await asyncio.wait_for(self._each("close"), CLOSE_SECONDS)
-        for member in self._present():
-            ray.kill(member.actor)
-            member.actor = None
+        for member in self._members:
+            if member.actor is not None:
+                ray.kill(member.actor)
+                member.actor = None
 
     # ---------------------------------------------------------------- engines
 
@@ -177,10 +185,10 @@ class RayBackend(Router):
             changed(self._serving, failed)
 
     def _present(self) -> list[_Member]:
-        return [member for member in self._members if member.actor is not None]
+        return [member for member in self._members if member.actor is not None and not member.lost]
 
     def _join(self, members: Sequence[_Member]) -> None:
-        self.serve(self._serving | {member.number: member.actor for member in members if member.actor is not None})
+        self.serve(self._serving | {member.number: member.actor for member in members if member in self._present()})
 
     async def _do(self, member: _Member, method: str, *args: Any) -> Any:
         where = f"{self.role}.{member.number}"
@@ -193,10 +201,13 @@ class RayBackend(Router):
         return answer.unwrap(where, EngineError)
 
     async def _each(self, method: str) -> None:
-        """Call a method of every engine; one that died is its watcher's business."""
-        done = await asyncio.gather(*(self._do(member, method) for member in self._present()), return_exceptions=True)
-        for error in done:
-            if isinstance(error, BaseException) and not isinstance(error, EngineLost):
+        """Call a method of every engine; one that died counts no more, and is its watcher's business."""
+        members = self._present()
+        done = await asyncio.gather(*(self._do(member, method) for member in members), return_exceptions=True)
+        for member, error in zip(members, done, strict=True):
+            if isinstance(error, EngineLost):
+                self._leave(member)
+            elif isinstance(error, BaseException):
                 raise error
 
     def _by_node(self, members: Sequence[_Member], transport: str) -> tuple[list[_Member], dict[str, list[_Member]]]:
@@ -257,12 +268,7 @@ class RayBackend(Router):
         """Wait for the end of an engine, and put another in its place until it may not be replaced any more."""
         where = f"{self.role}.{member.number}"
         while True:
-            try:
-                await result(member.actor.forever.remote())
-            except ray.exceptions.RayError as error:
-                cause = death(error)
-            member.actor = None
-            self.serve({number: actor for number, actor in self._serving.items() if number != member.number})
+            cause = await self._end(member)
             while member.actor is None:
                 if member.restarts >= self._config.max_restarts:
                     self._lost(member, cause)
@@ -276,6 +282,30 @@ class RayBackend(Router):
                     if member.actor is not None:
                         ray.kill(member.actor)
                         member.actor = None
+            self.serve(self._serving)  # whoever waits for an engine looks again
+
+    async def _end(self, member: _Member) -> str:
+        """Wait until an engine has ended, end its process, too, and return the cause."""
+        actor = member.actor
+        try:
+            cause: str = await result(actor.end.remote())
+        except ray.exceptions.RayError as error:
+            self._leave(member)
+            member.actor = None
+            return death(error)
+        self._leave(member)
+        member.actor = None
+        try:  # what else belongs to the engine gives back its memory
+            await result(actor.do.remote("close"), CLOSE_SECONDS)
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            log.warning("%s.%d: close ended with %s", self.role, member.number, one_line(error))
+        finally:
+            ray.kill(actor)
+        return cause if cause.endswith(".") else f"{cause}."
+
+    def _leave(self, member: _Member) -> None:
+        member.lost = True
+        self.serve({number: actor for number, actor in self._serving.items() if number != member.number})
 
     async def _replace(self, member: _Member) -> None:
         member.seats = await self._cluster.again(self.role, member.seats)
@@ -299,10 +329,6 @@ class RayBackend(Router):
             log.error("%s The other engines go on", text)
         else:
             self.serve({}, f"{text} Fix: look at its output above, or raise max_restarts of runtime ray")
-
-
-class EngineLost(EngineError):
-    """An engine's process ended."""
 
 
 def _parts(plan: RolePlan, seats: list[Seat]) -> list[list[Seat]]:

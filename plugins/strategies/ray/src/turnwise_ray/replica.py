@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 from attrs import evolve
@@ -15,10 +16,14 @@ from turnwise_ray.actors import Answer, Home, Process, unpacked
 
 
 class Replica(Process):
-    """Builds the backend by name and serves it. A request is known by the ticket of whoever sent it."""
+    """Builds the backend by name and serves it. A request is known by the ticket of whoever sent it.
+
+    Where the engine behind the backend has ended (EngineLost, whichever method told it), `end` does: whoever watches ends this process.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self._lost, self._cause = asyncio.Event(), ""
         self._requests: dict[str, Request] = {}
         self._told = -1
 
@@ -33,11 +38,11 @@ class Replica(Process):
             transports = tuple(self._backend.transports)
             return self._backend.input, transports, {name: receivers(self._backend, name) for name in transports}, self.node()[0]
 
-        return await self.answer_later(work())
+        return await self._answer(work())
 
     async def generate(self, ticket: str, request: Request, live: tuple[int, int] | None) -> Answer:
         """Sample one response. `live`: as in the method of that name, for calls may overtake each other."""
-        return await self.answer_later(self._generate(ticket, request, live))
+        return await self._answer(self._generate(ticket, request, live))
 
     async def _generate(self, ticket: str, request: Request, live: tuple[int, int] | None) -> Generation:
         if live is not None:
@@ -66,7 +71,7 @@ class Replica(Process):
             if ticket in self._requests:
                 await self._backend.abort(self._requests[ticket])
 
-        return await self.answer_later(work())
+        return await self._answer(work())
 
     async def do(self, method: str, *args: Any) -> Answer:
         """receive, pause, resume, sleep, wake or close."""
@@ -74,8 +79,16 @@ class Replica(Process):
         async def work() -> Any:
             return await getattr(self._backend, method)(*args)
 
-        return await self.answer_later(work())
+        return await self._answer(work())
 
-    async def forever(self) -> None:
-        """Never answers: who waits for it learns of the end of this process."""
-        await asyncio.Event().wait()
+    async def end(self) -> str:
+        """Why the engine behind the backend has ended, once it has; else it never answers, and who waits learns of the end of this process."""
+        await self._lost.wait()
+        return self._cause
+
+    async def _answer(self, work: Awaitable[Any]) -> Answer:
+        answer = await self.answer_later(work)
+        if answer.failure is not None and answer.lost and not self._lost.is_set():
+            self._cause = answer.failure.text
+            self._lost.set()
+        return answer

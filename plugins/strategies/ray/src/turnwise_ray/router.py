@@ -1,11 +1,10 @@
-"""Requests over several engines: a trajectory stays where its prefix is cached, a new one goes where least is waiting."""
+"""Requests over several engines, each an actor that may die."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import uuid
-from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -13,11 +12,9 @@ import ray
 
 from turnwise.contracts.inference import Request
 from turnwise.data.trajectory import Generation
-from turnwise.errors import EngineError
-from turnwise_ray.actors import result
-
-_REMEMBERED = 100_000
-"""Trajectories whose engine is remembered; the oldest are forgotten."""
+from turnwise.errors import EngineError, EngineLost
+from turnwise.rollout.homes import Homes
+from turnwise_ray.actors import Answer, result
 
 
 class Router:
@@ -33,8 +30,7 @@ class Router:
         self.input = input
         self._serving: dict[int, Any] = {}
         self._changed = asyncio.Event()
-        self._loads: Counter[int] = Counter()
-        self._homes: OrderedDict[tuple[int, ...], int] = OrderedDict()
+        self._homes = Homes()
         self._name, self._serial = uuid.uuid4().hex, itertools.count()
         self._sent: dict[Request, tuple[Any, str]] = {}
         self._failed: EngineError | None = None
@@ -50,26 +46,32 @@ class Router:
     async def generate(self, request: Request) -> Generation:
         """Sample one response. Raises EngineError."""
         while True:
-            number = await self._choose(request.order[:-1])
-            member, ticket = self._serving[number], f"{self._name}-{next(self._serial)}"
-            self._loads[number] += 1
-            self._sent[request] = (member, ticket)
-            try:
-                answer = await result(member.generate.remote(ticket, request, self._live))
-            except ray.exceptions.RayActorError:
-                if self._serving.get(number) is member:
-                    self.serve({other: one for other, one in self._serving.items() if other != number})
+            await self._any()
+            with self._homes.of(request, self._serving) as number:
+                answer = await self._ask(number, request)
+            if answer is None:
                 continue
-            except asyncio.CancelledError:
-                raise  # `abort` may follow, and needs the ticket
-            except BaseException:
-                del self._sent[request]
-                raise
-            finally:
-                self._loads[number] -= 1
-            del self._sent[request]
             generation: Generation = answer.unwrap(f"{self.role}.{number}", EngineError)
             return generation
+
+    async def _ask(self, number: int, request: Request) -> Answer | None:
+        """The engine's answer; None where it is gone, and has to be asked no more."""
+        member, ticket = self._serving[number], f"{self._name}-{next(self._serial)}"
+        self._sent[request] = (member, ticket)
+        try:
+            answer: Answer | None = await result(member.generate.remote(ticket, request, self._live))
+        except asyncio.CancelledError:
+            raise  # `abort` may follow, and needs the ticket
+        except ray.exceptions.RayActorError:
+            answer = None
+        except BaseException:
+            del self._sent[request]
+            raise
+        if answer is None or answer.lost:
+            self._gone(number, member)
+            return None
+        del self._sent[request]
+        return answer
 
     async def abort(self, request: Request) -> None:
         """Drop a request whose `generate` was cancelled."""
@@ -77,19 +79,16 @@ class Router:
             member, ticket = sent
             try:
                 (await result(member.abort.remote(ticket))).unwrap(self.role, EngineError)
-            except ray.exceptions.RayActorError:
+            except (ray.exceptions.RayActorError, EngineLost):
                 return  # gone with its engine
 
-    async def _choose(self, trajectory: tuple[int, ...]) -> int:
+    def _gone(self, number: int, member: Any) -> None:
+        if self._serving.get(number) is member:
+            self.serve({other: one for other, one in self._serving.items() if other != number})
+
+    async def _any(self) -> None:
+        """Wait until an engine serves. Raises EngineError where none ever will."""
         while not self._serving:
             if self._failed is not None:
                 raise self._failed
             await self._changed.wait()
-        home = self._homes.get(trajectory)
-        if home not in self._serving:
-            home = min(self._serving, key=lambda number: (self._loads[number], number))
-        self._homes[trajectory] = home
-        self._homes.move_to_end(trajectory)
-        if len(self._homes) > _REMEMBERED:
-            self._homes.popitem(last=False)
-        return home

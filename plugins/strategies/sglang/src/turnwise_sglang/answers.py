@@ -16,19 +16,22 @@ from turnwise.errors import EngineError
 
 @frozen
 class Limits:
-    """What a request is checked against, before it can harm the server: ids outside the vocabulary kill SGLang's scheduler."""
+    """What a request is checked against, before it can harm the server: ids outside the vocabulary kill SGLang's scheduler. `sees`: images are
+    no harm."""
 
     sequence_length: int
     vocabulary: int
+    sees: bool = False
 
 
 def body(request: Request, limits: Limits, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """The JSON of /generate, without its `rid`. Raises EngineError for a request that cannot be served."""
+    """The JSON of /generate, without its `rid` and images. Raises EngineError for a request that cannot be served."""
     args = request.args
     ids = checked_ids(request, "sglang", limits.vocabulary, limits.sequence_length)
-    if request.images:
+    if request.images and not limits.sees:
         where = f" (request of {request.tag})" if request.tag else ""
-        raise EngineError(f"the sglang backend takes text only, and the request holds {len(request.images)} images{where}. Fix: hf or vllm")
+        count = len(request.images)
+        raise EngineError(f"the request{where} holds {count} images, and the model takes text only. Fix: a text rendering of the environment")
     return {
         "input_ids": ids.tolist(),
         "return_logprob": True,
@@ -68,12 +71,44 @@ class StopStrings:
         return None
 
 
+def continued(told: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The body that goes on where the answer `before` was broken off."""
+    if before is None:
+        return dict(told)
+    ids, params = before["output_ids"], told["sampling_params"]
+    left = {**params, "max_new_tokens": params["max_new_tokens"] - len(ids)}
+    return {**told, "input_ids": [*told["input_ids"], *ids], "sampling_params": left}
+
+
+def joined(before: Mapping[str, Any] | None, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Two answers, the second of which goes on where the first was broken off, as one."""
+    old = before or {"output_ids": [], "meta_info": {}}
+    facts, start = answer["meta_info"], len(old["output_ids"])
+    spans = [{**span, "start": span["start"] + start, "end": span["end"] + start} for span in facts.get("weight_versions") or ()]
+    told = {
+        "output_token_logprobs": [*old["meta_info"].get("output_token_logprobs", ()), *(facts.get("output_token_logprobs") or ())],
+        "weight_versions": [*old["meta_info"].get("weight_versions", ()), *spans],
+        "prompt_tokens": facts.get("prompt_tokens", 0) - start,
+    }
+    return {"output_ids": [*old["output_ids"], *(answer.get("output_ids") or ())], "meta_info": {**facts, **told}}
+
+
+def ended(answer: Mapping[str, Any], told: Mapping[str, Any]) -> str:
+    """How an answer that was broken off had ended already: `stop`, `length`, or "" if it had not."""
+    ids, params = answer["output_ids"], told["sampling_params"]
+    if ids and ids[-1] in params["stop_token_ids"]:
+        return "stop"
+    return "length" if len(ids) >= params["max_new_tokens"] else ""
+
+
 def generation(answer: Mapping[str, Any], request: Request, chat: Chat, ours: bool, length: int | None = None) -> Generation:
     """A Generation from SGLang's last answer. `ours`: its log-probs are our log-probs; `length`: cut there, by a stop string.
 
     Raises EngineError for an answer that does not hold what was asked for.
     """
     facts = answer["meta_info"]
+    if request.images and request.ids is not None and facts["prompt_tokens"] != len(request.ids):
+        raise EngineError(f"SGLang saw a prompt of {facts['prompt_tokens']} tokens, the request has {len(request.ids)}: it divides images otherwise")
     pairs = facts["output_token_logprobs"][:length]
     ids = int32([pair[1] for pair in pairs])
     logprobs = float32([pair[0] if pair[0] is not None else np.nan for pair in pairs])

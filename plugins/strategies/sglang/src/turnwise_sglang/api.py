@@ -100,7 +100,7 @@ class Api:
     def _refused(self, path: str, status: int, text: str) -> EngineError:
         try:
             told = json.loads(text)
-            message = told.get("message") or told.get("detail") or told.get("error") or text
+            message = told.get("message") or told.get("error_message") or told.get("detail") or told.get("error") or text
             message = message.get("message", message) if isinstance(message, dict) else message
         except (ValueError, AttributeError):
             message = text

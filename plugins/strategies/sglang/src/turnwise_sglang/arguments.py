@@ -15,8 +15,10 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from turnwise.contracts.inference import InferenceContext
+from turnwise.contracts.train import Lora
 from turnwise.errors import did_you_mean
 from turnwise_sglang.config import SglangConfig
+from turnwise_sglang.images import sees
 
 LAUNCHER = Path(__file__).with_name("engine") / "turnwise_serve.py"
 OLDEST = "0.5.21"
@@ -24,6 +26,9 @@ OLDEST = "0.5.21"
 OURS = {"model_path": "pretrain", "weight_version": "nothing: the backend counts versions", "host": "nothing: the server listens on loopback"}
 OURS |= {"port": "nothing: a free one is taken", "dtype": "model_args.dtype", "tokenizer_path": "pretrain"}
 OURS |= {"skip_server_warmup": "nothing: it is on", "nnodes": "nothing: one server is on one host", "api_key": "nothing"}
+OURS |= {"enable_lora": "actor_train.model_args.lora_sync", "lora_paths": "pretrain"}
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""What a server makes room for where the target names no modules: the linear layers of the architectures that SGLang has adapters for."""
 _FIELDS = (
     "tp_size",
     "pp_size",
@@ -36,6 +41,9 @@ _FIELDS = (
     "disable_cuda_graph",
     "enable_deterministic_inference",
 )
+_ELSEWHERE = {"tensor_parallel_size": "tp_size", "pipeline_parallel_size": "pp_size", "data_parallel_size": "dp_size"}
+_ELSEWHERE |= {"gpu_memory_utilization": "mem_fraction_static", "max_model_len": "context_length", "max_num_seqs": "max_running_requests"}
+"""vLLM's names, which are far from SGLang's."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _SPARE = 8
 """SGLang keeps a few positions of its context for itself; a response may fill sequence_length to the last token."""
@@ -67,8 +75,12 @@ def server_arguments(config: SglangConfig, context: InferenceContext, port: int)
     defaults: dict[str, Any] = {"skip_tokenizer_init": True, "log_level": "warning", "grammar_backend": "none"}
     if on == "cpu":
         defaults |= {**_CPU, "max_total_tokens": max(_CPU_TOKENS, 2 * (context.sequence_length + _SPARE))}
+    if sees(context.model):
+        defaults["disable_fast_image_processor"] = True  # torchvision's gives other pixels than the trainer's
     if on is not None:
         given["device"] = on
+    if context.lora is not None:
+        defaults |= lora_arguments(context.lora, on)
     if config.enable_memory_saver:
         given |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     fixed = {
@@ -84,6 +96,19 @@ def server_arguments(config: SglangConfig, context: InferenceContext, port: int)
     return {**defaults, **fixed, **given, **config.engine_args}
 
 
+def lora_arguments(lora: Lora, on: str | None) -> dict[str, Any]:
+    """Room for one adapter beside the model."""
+    room = {"enable_lora": True, "max_lora_rank": lora.rank, "lora_target_modules": modules(lora.target), "max_loras_per_batch": 2}
+    return room | ({"lora_backend": "torch_native"} if on == "cpu" else {})
+
+
+def modules(target: str | tuple[str, ...] | None) -> list[str]:
+    """The modules for which a server has to make room, for the target of the actor's adapters."""
+    names = target.split(",") if isinstance(target, str) else target or ()
+    plain = [name.strip().rpartition(".")[2] for name in names]
+    return plain if plain and all(name.isidentifier() for name in plain) else list(LINEAR)
+
+
 def environment(config: SglangConfig, context: InferenceContext) -> dict[str, str]:
     """The server's environment: this process's, without what belongs to this interpreter, with the role's devices."""
     values = dict(os.environ)
@@ -93,6 +118,8 @@ def environment(config: SglangConfig, context: InferenceContext) -> dict[str, st
     # Log-probs before the temperature would be another quantity than ours.
     values.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)
     values |= {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "PYTHONUNBUFFERED": "1"}
+    if sees(context.model):
+        values["SGLANG_VLM_CACHE_SIZE_MB"] = "0"  # flushing spares it: after an update it would give the old weights' features of an image
     if device(config, context) == "cpu":
         values |= {"TURNWISE_SGLANG_CPU": "1", "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
         values.setdefault("OMP_NUM_THREADS", "1")
@@ -138,10 +165,14 @@ def argument_problems(config: SglangConfig, context: InferenceContext) -> list[s
     """What is wrong with `engine_args`: names that are this backend's to set, and what SGLang's own argument class refuses."""
     where = "$.actor_infer.strategy_args.strategy_config"
     problems = [f"{where}.{name} is not the user's to set. Use {use}." for name, use in OURS.items() if name in config.engine_args]
-    left = {name: value for name, value in config.engine_args.items() if name not in OURS}
+    problems += [f"{where}: sglang has no argument {name!r}. Did you mean {_ELSEWHERE[name]!r}?" for name in config.engine_args if name in _ELSEWHERE]
+    left = {name: value for name, value in config.engine_args.items() if name not in OURS and name not in _ELSEWHERE}
     if not left:
         return problems
-    answer = _asked(interpreter(config), json.dumps(left, default=str), device(config, context) == "cpu")
+    told = json.dumps(left, default=str)
+    answer = _asked(interpreter(config), told, device(config, context) == "cpu")
+    if isinstance(answer, str) and not isinstance(other := _asked(interpreter(config), told, True), str):
+        answer = other  # on this machine it can be imported as for a CPU only; its argument class is the same
     if isinstance(answer, str):
         return [*problems, f"machine: actor_infer: sglang's argument class could not be asked about {', '.join(left)}: {answer}"]
     known = [*answer["known"], *SglangConfig.__annotations__]

@@ -11,18 +11,22 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import torch
+
 from turnwise.contracts.chat import Chat
 from turnwise.contracts.inference import InferenceContext, Request
 from turnwise.contracts.train import Offer
-from turnwise.data.trajectory import Generation
+from turnwise.data.trajectory import Generation, int32
 from turnwise.errors import ConfigError, EngineError, listed
-from turnwise_sglang import weights
-from turnwise_sglang.answers import Limits, StopStrings, body, generation, number
+from turnwise_sglang import lora, weights
+from turnwise_sglang.answers import Limits, StopStrings, body, continued, ended, generation, joined, number
 from turnwise_sglang.api import Gone
 from turnwise_sglang.arguments import argument_problems, device, machine_problem
 from turnwise_sglang.config import SglangConfig
 from turnwise_sglang.group import from_group
+from turnwise_sglang.images import Images, sees
 from turnwise_sglang.link import Link, Links
+from turnwise_torch.broadcast import Member
 
 TRIES = 4
 """How often one request is sent when the server breaks the connection and lives on."""
@@ -38,6 +42,7 @@ class SglangBackend:
     input: Literal["ids", "messages"] = "ids"
     transports: tuple[str, ...] = ("shared_memory", "process_group", "safetensors")
     receivers = 1
+    adapters = True
 
     def __init__(self, config: SglangConfig, context: InferenceContext) -> None:
         """Starts nothing. Raises ConfigError: no model or chat, devices that are not one server's."""
@@ -49,7 +54,9 @@ class SglangBackend:
                 f"actor_infer: one SGLang server of tp_size × pp_size × dp_size = {size} devices was given {len(context.devices)}. "
                 "Fix: dp_size, or a runtime that places several replicas (ray)"
             )
-        if config.dp_size > 1:
+        if context.lora is not None:
+            pass  # adapters end in this process, whatever the server's sizes
+        elif config.dp_size > 1:
             self.transports = ("safetensors",)  # SGLang updates from tensors in one copy only
         elif config.pp_size > 1:
             self.transports = ("shared_memory", "safetensors")  # SGLang numbers the ranks of a group by tensor parallel rank alone
@@ -57,9 +64,13 @@ class SglangBackend:
             self.transports = ("process_group", "shared_memory", "safetensors")  # from GPU to GPU, past the hosts' memory
         self._config, self._context, self._model = config, context, context.model
         self._chat: Chat = context.chat
-        self._limits = Limits(context.sequence_length, _vocabulary(context.model))
+        self._limits = Limits(context.sequence_length, _vocabulary(context.model), sees(context.model))
+        self._images = Images(context.model)
         self._ours = not config.engine_args.get("speculative_algorithm")
         self._links = Links(config, context)
+        self._member = Member(torch.device("cpu"))
+        # A response in progress names its adapter, so at an update it is broken off, and goes on by naming the new one.
+        self._cut = config.pause_mode == "abort" or context.lora is not None
         self._tasks: dict[Request, asyncio.Task[Generation]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         self._awake = asyncio.Event()
@@ -74,8 +85,9 @@ class SglangBackend:
         where = "$.actor_infer.strategy_args.strategy_config"
         if config.base_url is None:
             lack = machine_problem(config)
-            return [f"machine: {lack}"] if lack else argument_problems(config, context)
-        problems = []
+            own = [f"machine: {lack}"] if lack else argument_problems(config, context)
+            return [*lora.problems(config, context), *own]
+        problems = lora.problems(config, context)
         if config.engine_args:
             problems.append(f"{where}: {listed(config.engine_args)} cannot be given to a server that is attached to (base_url). Fix: remove them")
         if urlsplit(config.base_url).scheme not in ("http", "https"):
@@ -110,10 +122,12 @@ class SglangBackend:
         (payload `folder`). Raises EngineError.
 
         Between two tokens: responses in progress are computed again from their ids with the new weights (`retract`) or sampled anew
-        (`abort`). Returns the version that the server tells.
+        (`abort`). With `context.lora` an offer brings adapters alone. Returns the version that the server tells.
         """
         if offer.transport not in self.transports:
             raise EngineError(f"the sglang backend cannot receive weights by {offer.transport!r}. Known: {listed(self.transports)}")
+        if (offer.adapter is None) != (self._context.lora is None):
+            raise EngineError("weight update: whole weights and adapters alone were mixed up. Fix: one lora_sync for both sides")
         paused = not self._awake.is_set()
         if not paused:
             await self.pause()
@@ -171,17 +185,24 @@ class SglangBackend:
         self._awake.set()
         await asyncio.gather(*self._aborts, return_exceptions=True)
         await self._links.close()
+        await asyncio.to_thread(self._member.leave)
 
     async def _answer(self, request: Request, told: dict[str, Any]) -> Generation:
-        broken = 0
+        if request.images:
+            if self._config.base_url is not None:  # of a server of ours the cache is off
+                raise EngineError("an attached SGLang server may keep features of images from old weights. Fix: python in place of base_url")
+            assert request.ids is not None
+            told |= await asyncio.to_thread(self._images.told, int32(request.ids), request.images)
+        broken, before = 0, None
         while broken < TRIES + self._config.restarts:
             await self._awake.wait()
             link = await self._serving()
             if not self._awake.is_set():  # paused while a server was started
                 continue
             rid = uuid.uuid4().hex  # a new one each time: the server may remember the old one
+            name = {"lora_path": link.adapter} if link.adapter else {}
             try:
-                answer, length = await self._sampled(link, {**told, "rid": rid}, request)
+                answer, length = await self._sampled(link, {**continued(told, before), **name, "rid": rid}, request, before)
             except Gone as error:
                 broken += 1
                 await self._links.lost(link, error)
@@ -189,10 +210,18 @@ class SglangBackend:
             except asyncio.CancelledError:
                 self._abort_later(link, rid)
                 raise
+            except EngineError:
+                if name.get("lora_path", "") == link.adapter:
+                    raise
+                continue  # it came too late for the adapter that it named
+            whole = joined(before, answer)
             if answer["meta_info"]["finish_reason"]["type"] == "abort" and length is None:
-                self._sampled_anew(answer)
-                continue
-            return generation(answer, request, self._chat, self._ours, length)
+                self._broken_off(answer)
+                before = whole if self._config.pause_mode == "retract" else None
+                if before is None or not (finish := ended(before, told)):
+                    continue
+                whole["meta_info"]["finish_reason"] = {"type": finish}
+            return generation(whole, request, self._chat, self._ours, length)
         raise EngineError("SGLang broke off the same request again and again. Fix: see its log")
 
     async def _serving(self) -> Link:
@@ -208,26 +237,27 @@ class SglangBackend:
             raise EngineError("SGLang died and was started again; its weights had come by process_group, which keeps no copy. Fix: send them again")
         return link
 
-    async def _sampled(self, link: Link, told: dict[str, Any], request: Request) -> tuple[dict[str, Any], int | None]:
-        """The server's last answer, and how many of its ids a stop string leaves (None: it did not end the response)."""
+    async def _sampled(self, link: Link, told: dict[str, Any], request: Request, before: dict[str, Any] | None) -> tuple[dict[str, Any], int | None]:
+        """The server's last answer, and how many ids of it and of the part `before` a stop string leaves (None: it did not end the response)."""
         timeout = self._config.request_timeout
         if not told["stream"]:
             return await link.api.post("/generate", told, timeout), None
         stops, length, answer = StopStrings(request, self._chat), None, None
+        already = before["output_ids"] if before else []
         async for answer in link.api.stream("/generate", told, timeout):
-            if length is None and (length := stops.length(answer["output_ids"])) is not None:
+            if length is None and (length := stops.length([*already, *answer["output_ids"]])) is not None:
                 # The stream is read to its end: only the last answer tells which weights sampled each token.
                 await link.api.call("/abort_request", {"rid": told["rid"]})
         if answer is None or not answer["meta_info"]["finish_reason"]:
             raise Gone("the stream ended early")
         return answer, length
 
-    def _sampled_anew(self, answer: dict[str, Any]) -> None:
+    def _broken_off(self, answer: dict[str, Any]) -> None:
         """An answer that the server gave up: by our pause it is asked for again; for any other reason it is an error."""
         reason = answer["meta_info"]["finish_reason"]
         if self._closed:
             raise EngineError("the backend was closed")
-        if self._config.pause_mode != "abort" or reason.get("status_code"):
+        if not self._cut or reason.get("status_code"):
             raise EngineError(f"SGLang aborted a request: {reason.get('message') or 'no reason given'}")
 
     def _abort_later(self, link: Link, rid: str) -> None:
@@ -242,11 +272,13 @@ class SglangBackend:
 
     async def _pause(self, link: Link) -> None:
         with contextlib.suppress(Gone):  # what is dead samples nothing
-            await link.api.post("/pause_generation", {"mode": self._config.pause_mode})
+            await link.api.post("/pause_generation", {"mode": "abort" if self._cut else self._config.pause_mode})
 
     async def _update(self, link: Link, offer: Offer) -> Link:
         """Bring the weights to the server and, where one may have to be replaced, into the copy that it would start from."""
         kept, timeout = self._links.kept, self._context.weight_sync_timeout
+        if offer.adapter is not None:
+            return await self._adapted(link, offer)
         if offer.transport == "process_group":
             return await self._grouped(link, offer)
         if kept is not None:
@@ -255,7 +287,8 @@ class SglangBackend:
             folder = Path(offer.payload["folder"])
             names = weights.Names(weights.shapes(self._model))
             for name, shape in weights.shapes(folder).items():
-                names.check(name, shape)
+                if names.check(name, shape) != name:
+                    raise EngineError(f"weight update: SGLang would ignore {name!r} in a file. Fix: shared_memory or process_group, which rename it")
             names.complete()
             if kept is not None:
                 kept.add_folder(folder)
@@ -270,6 +303,18 @@ class SglangBackend:
         if kept is not None:
             kept.commit(offer.version)
         return link if alive else await self._replaced(link, Gone("in a weight update"))
+
+    async def _adapted(self, link: Link, offer: Offer) -> Link:
+        """Read an adapter here, and bring it to the server in place of the last one."""
+        timeout, dtype = self._context.weight_sync_timeout, weights.DTYPES[self._context.dtype]
+        adapter = await asyncio.to_thread(lora.read, offer, self._member, dtype, timeout, weights.shapes(self._model))
+        try:
+            await lora.load(link, adapter, timeout)
+        except Gone as error:
+            self._links.adapter = adapter
+            return await self._replaced(link, error)
+        self._links.adapter = adapter
+        return link
 
     async def _grouped(self, link: Link, offer: Offer) -> Link:
         """Bring the weights to the server past this process; no copy of them is kept."""

@@ -45,9 +45,8 @@ async def _joined(link: Link, call: Call, timeout: float) -> None:
 
 async def _received(link: Link, call: Call, names: Names, timeout: float) -> None:
     while (told := await asyncio.to_thread(call.tensors)) is not None:
-        for name, _, shape in told:
-            names.check(name, shape)
-        body = {"names": [name for name, _, _ in told], "dtypes": [dtype for _, dtype, _ in told], "shapes": [list(shape) for _, _, shape in told]}
+        own = [names.check(name, shape) for name, _, shape in told]
+        body = {"names": own, "dtypes": [dtype for _, dtype, _ in told], "shapes": [list(shape) for _, _, shape in told]}
         await link.api.post("/update_weights_from_distributed", {**body, "group_name": link.group, "flush_cache": False}, timeout)
         await asyncio.to_thread(call.answer)
     names.complete()

@@ -11,7 +11,7 @@ from attrs import define
 
 from turnwise.contracts.inference import InferenceContext
 from turnwise.errors import ConfigError, EngineError
-from turnwise_sglang import weights
+from turnwise_sglang import lora, weights
 from turnwise_sglang.api import Api, Gone
 from turnwise_sglang.arguments import device, environment, interpreter, server_arguments
 from turnwise_sglang.config import SglangConfig
@@ -26,7 +26,7 @@ class Link:
     """One server: how to call it, how many tensor parallel ranks it has, its process if it is ours. `lost`: it is of no use any more.
 
     `device`: cpu or cuda. `group`: the process group that its ranks share with the trainer. `bare`: it took the place of another and lacks that
-    one's weights.
+    one's weights. `adapter`: the name of the adapter that requests have to give ("": none).
     """
 
     api: Api
@@ -36,6 +36,7 @@ class Link:
     device: str = "cpu"
     group: str = ""
     bare: bool = False
+    adapter: str = ""
 
 
 class Links:
@@ -48,6 +49,7 @@ class Links:
         self._failed: EngineError | None = None
         self._closed = False
         self.current: Link | None = None
+        self.adapter: lora.Adapter | None = None
         self.kept = weights.Kept() if config.base_url is None and config.restarts else None
 
     async def get(self) -> Link:
@@ -99,6 +101,8 @@ class Links:
             await asyncio.gather(self._opening, return_exceptions=True)
         link, self.current = self.current, None
         if link is not None:
+            if link.server is None:
+                await lora.unload(link)
             await link.api.close()
             if link.server is not None:
                 await asyncio.to_thread(link.server.stop, self._config.stop_timeout)
@@ -117,6 +121,8 @@ class Links:
         fresh = await self._started()
         if self.kept is not None and self.kept.folder is not None:
             await weights.from_folder(fresh.api, self.kept.folder, self.kept.version, self._context.weight_sync_timeout)
+        if self.adapter is not None:
+            await lora.load(fresh, self.adapter, self._context.weight_sync_timeout)
         fresh.bare = self.kept is not None and self.kept.elsewhere
         return fresh
 
@@ -152,7 +158,7 @@ class Links:
         api = Api(url, config.control_timeout, os.environ.get(config.api_key_env) if config.api_key_env else None)
         try:
             facts = await api.get("/server_info")
-            if problems := attach_problems(config, facts):
+            if problems := attach_problems(config, facts, self._context.lora is not None):
                 raise ConfigError(problems)
             await api.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
         except Gone as error:
@@ -170,8 +176,8 @@ def _seen(task: asyncio.Task[Link]) -> None:
         task.exception()
 
 
-def attach_problems(config: SglangConfig, facts: dict[str, Any]) -> list[str]:
-    """What keeps an attached server (its /server_info) from doing what the options promise."""
+def attach_problems(config: SglangConfig, facts: dict[str, Any], lora: bool = False) -> list[str]:
+    """What keeps an attached server (its /server_info) from doing what the options promise; `lora`: and from taking adapters alone."""
     problems = []
     where = f"the SGLang server at {config.base_url}"
     if config.enable_deterministic_inference and not facts.get("enable_deterministic_inference"):
@@ -179,6 +185,9 @@ def attach_problems(config: SglangConfig, facts: dict[str, Any]) -> list[str]:
             f"{where} runs without enable_deterministic_inference, so it ignores the seeds of requests. "
             "Fix: start it so, or strategy_config: {enable_deterministic_inference: false}"
         )
+    if lora and not facts.get("enable_lora"):
+        fix = "Fix: start it with enable_lora, max_lora_rank and lora_target_modules, or actor_train.model_args.lora_sync: merged"
+        problems.append(f"{where} runs without enable_lora, so it takes no adapters alone. {fix}")
     if int(facts.get("dp_size") or 1) != config.dp_size:
         problems.append(f"{where} has dp_size {facts.get('dp_size')}, the configuration {config.dp_size}. Fix: write the server's")
     return problems

@@ -21,6 +21,7 @@ from turnwise.errors import MachineError
 from turnwise_sglang.arguments import LAUNCHER
 
 TAIL = 6
+_MEMORY = Path("/dev/shm")
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b.*:|.*\b(out of memory|OOM)\b", re.IGNORECASE)
 _USUAL = re.compile(r"INFO|WARNING|GET /|POST /")
 
@@ -33,6 +34,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self._folder = Path(tempfile.mkdtemp(prefix="turnwise-sglang-"))
         self.log = self._folder / "server.log"
+        (self._folder / "tmp").mkdir()
         told = self._folder / "arguments.json"
         told.write_text(json.dumps(arguments), encoding="utf-8")
         try:
@@ -88,8 +90,9 @@ class Server:
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        if not keep_log:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        for path in _MEMORY.glob(f"sglang_loads_{self._folder.name}_*"):  # so named by the launcher
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self._folder if not keep_log else self._folder / "tmp", ignore_errors=True)
 
 
 def free_port() -> int:

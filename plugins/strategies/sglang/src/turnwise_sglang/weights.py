@@ -28,6 +28,8 @@ from turnwise_torch.stream import receive
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TIED = "lm_head.weight"
 """Offered beside the embedding it is tied to, though a folder holds the pair once."""
+EARLIER = {"model.language_model.": "model.", "model.visual.": "visual."}
+"""What transformers calls the parts of a vision-language model in memory, and in files, where SGLang looks for them."""
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -49,15 +51,19 @@ class Names:
         self._known = known
         self._seen: set[str] = set()
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises EngineError for a name or a shape that the model does not have."""
+    def check(self, name: str, shape: tuple[int, ...]) -> str:
+        """The name that the folder has for `name`. Raises EngineError for a name or a shape that the model does not have."""
         if not self._known:
-            return
+            return name
+        for now, then in EARLIER.items():
+            if name not in self._known and name.startswith(now) and (earlier := then + name.removeprefix(now)) in self._known:
+                name = earlier
         if name not in self._known and name != TIED:
             raise EngineError(f"weight update: the trainer offers {name!r}, which the model's folder does not hold; SGLang would ignore it")
         if name in self._known and shape != self._known[name]:
             raise EngineError(f"weight update: {name!r} has shape {shape}, the model's is {self._known[name]}")
         self._seen.add(name)
+        return name
 
     def complete(self) -> None:
         """Raises EngineError if a tensor of the folder was not offered."""
@@ -171,9 +177,8 @@ def _next(buckets: Iterator[list[tuple[str, Tensor]]], dtype: torch.dtype, names
     bucket = next(buckets, None)
     if bucket is None:
         return None
-    for name, tensor in bucket:
-        names.check(name, tuple(tensor.shape))
-    return [(name, tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()) for name, tensor in bucket]
+    named = [(names.check(name, tuple(tensor.shape)), tensor) for name, tensor in bucket]
+    return [(name, tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()) for name, tensor in named]
 
 
 def _encoded(bucket: list[tuple[str, Tensor]], ranks: int) -> bytes:

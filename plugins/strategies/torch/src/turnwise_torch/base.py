@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from attrs import evolve
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from turnwise.contracts.train import Offer, TrainContext
@@ -38,6 +39,7 @@ class ModelStrategy:
     """
 
     transports: tuple[str, ...] = ("shared_memory", "process_group", "safetensors")
+    adapters = True
     logits_chunk = 0
     model: nn.Module
 
@@ -181,24 +183,33 @@ class ModelStrategy:
 
     def offer(self, transport: str, version: int, receivers: int = 1) -> Offer:
         """`shared_memory`, `process_group`: the payload of a sender of turnwise_torch.stream or .broadcast, served by `send`; `safetensors`:
-        {"folder"} in Hugging Face layout, valid until the next offer."""
+        {"folder"} in Hugging Face layout (of adapters alone in PEFT's), valid until the next offer."""
         if transport not in self.transports:
             raise TrainerError(f"{self.context.role} has no transport {transport!r}. It has: {', '.join(self.transports) or 'none'}")
         self._withdraw()
         first = self.context.ranks.rank == 0
+        alone = self.context.trainable and self.context.lora is not None and self.context.lora.sync == "adapter"
+        adapter = lora.peft_config(self.model, self.context.model) if alone else None
         if transport in ("shared_memory", "process_group"):
             self._sender = self._new_sender(transport, receivers) if first else None
-            return Offer(transport, version, self._sender.payload if self._sender else {})
+            return Offer(transport, version, self._sender.payload if self._sender else {}, adapter)
+        tensors = lora.adapter_tensors(self.model, self._whole) if adapter else {}  # on all ranks, before one can fail
         previous, self._folder = self._folder, Path(tempfile.mkdtemp(prefix="turnwise-weights-")) if first else None
-        self.export(self._folder or Path())
+        if adapter is None:
+            self.export(self._folder or Path())
+        elif self._folder is not None:
+            try:
+                lora.write_adapter(self._folder, adapter, tensors)
+            except (OSError, SafetensorError) as error:
+                raise TrainerError(f"weight update: cannot write the adapters to {self._folder}: {models.first_line(error)}") from error
         remove(previous)
-        return Offer(transport, version, {"folder": str(self._folder)})
+        return Offer(transport, version, {"folder": str(self._folder)}, adapter)
 
     def send(self, offer: Offer) -> None:
         """Stream the weights of a `shared_memory` or `process_group` offer in buckets of `bucket_bytes`; other offers are read by the backend."""
         if offer.transport not in ("shared_memory", "process_group"):
             return
-        weights = self.weights()
+        weights = self.weights() if offer.adapter is None else iter(lora.adapter_tensors(self.model, self._whole).items())
         try:
             if self.context.ranks.rank == 0:
                 if self._sender is None:

@@ -44,7 +44,7 @@ def write_model(
         if isinstance(model, models.ValueModel):
             save_file(head or dict(model.value_head.state_dict()), folder / models.VALUE_HEAD_FILE)
         if adapters:
-            lora.write_adapter(folder / lora.ADAPTER_FOLDER, model, source, adapters)
+            lora.write_adapter(folder / lora.ADAPTER_FOLDER, lora.peft_config(model, source), adapters)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write the model to {folder}: {models.first_line(error)}") from error
 

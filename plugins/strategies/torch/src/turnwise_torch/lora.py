@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from turnwise_torch.models import ValueModel, first_line
 
 ADAPTER = "default"
 ADAPTER_FOLDER = "adapter"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAMES = re.compile(r"[\w.]+(\s*,\s*[\w.]+)*")
 
 Gather = Callable[[Tensor], Tensor]
@@ -111,17 +113,28 @@ def whole_tensors(model: nn.Module, gather: Gather, dtype: torch.dtype) -> Itera
 
 def adapter_tensors(model: nn.Module, gather: Gather) -> dict[str, Tensor]:
     """The adapters' tensors under the names of PEFT's files; empty without adapters."""
-    named = [(name, p) for name, p in _backbone(model).named_parameters() if _is_adapter(name)]
-    return {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": gather(p).detach().contiguous() for name, p in named}
+    return {name: gather(p).detach().contiguous() for name, p in adapter_parameters(model).items()}
 
 
-def write_adapter(folder: Path, model: nn.Module, base: Path, tensors: dict[str, Tensor]) -> None:
-    """Write adapters as PEFT does, for `PeftModel.from_pretrained`. Raises OSError."""
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The adapters' parameters under the names of PEFT's files; empty without adapters."""
+    named = _backbone(model).named_parameters()
+    return {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": p for name, p in named if _is_adapter(name)}
+
+
+def peft_config(model: nn.Module, base: Path) -> dict[str, Any]:
+    """What PEFT's adapter_config.json holds of the model's adapters; `base`: the folder of the model they are for."""
     backbone: Any = _backbone(model)
-    config = backbone.peft_config[ADAPTER]
-    config.base_model_name_or_path = str(base)
-    config.save_pretrained(str(folder))
-    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    config = backbone.peft_config[ADAPTER].to_dict() | {"base_model_name_or_path": str(base), "inference_mode": True}
+    plain: dict[str, Any] = json.loads(json.dumps(config, default=sorted))  # PEFT's sets become lists, its enumerations texts
+    return plain
+
+
+def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write adapters as PEFT does, for `PeftModel.from_pretrained`; `config`: their `peft_config`. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    save_file(dict(tensors), folder / ADAPTER_WEIGHTS, {"format": "pt"})
 
 
 def _add_adapters(model: nn.Module, lora: Lora, role: str) -> None:

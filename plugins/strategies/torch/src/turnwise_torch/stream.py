@@ -1,8 +1,10 @@
 """Weights from a trainer to samplers on the same host: bucket by bucket through one block of shared memory.
 
-The sender listens on a unix socket, every receiver connects. For each bucket the sender writes its tensors into a memory-mapped file and
-tells every receiver names, dtypes, shapes and places as one line of JSON; it goes on when all have answered. So no more than one bucket
-exists beside the two models, and any process of the host can read, whoever started it.
+The sender listens on a unix socket, every receiver connects and is handed the memory. For each bucket the sender writes its tensors there
+and tells every receiver names, dtypes, shapes and places as one line of JSON; it goes on when all have answered. So no more than one bucket
+exists beside the two models, and any process of the same user on the host can read, whoever started it.
+
+Neither memory nor socket has a name in a file system (memfd_create, Linux's abstract sockets), so that nothing is left when a side is killed.
 """
 
 from __future__ import annotations
@@ -14,12 +16,11 @@ import mmap
 import os
 import re
 import select
-import shutil
 import socket
-import tempfile
+import struct
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ Bucket = list[tuple[str, Tensor]]
 
 _LAYER = re.compile(r"^(.*?\b(?:layers|blocks|h)\.\d+)\.")
 _ALIGNMENT = 64
-_LONGEST = 80
-"""Bytes of the temporary folder's name: that of a unix socket in it has at most 107."""
+_CREDENTIALS = struct.Struct("3i")
+"""Linux's `ucred`: process, user and group of the other side of a unix socket."""
 
 
 def buckets(named: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bucket]:
@@ -74,14 +75,12 @@ class Sender:
 
     def __init__(self, receivers: int, timeout: float) -> None:
         self._receivers, self._timeout = receivers, timeout
-        long = len(tempfile.gettempdir()) > _LONGEST
-        self._folder = Path(tempfile.mkdtemp(prefix="turnwise-", dir="/tmp" if long else None))
-        memory = Path("/dev/shm")
-        self._block = Path(tempfile.mkstemp(prefix="turnwise-weights-", dir=memory if memory.is_dir() else self._folder)[1])
+        name = f"turnwise-weights-{uuid.uuid4().hex}"
+        self._memory, self._size = open(os.memfd_create(name), "r+b", buffering=0), 0  # noqa: SIM115 - until `close`
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self._folder / "weights"))
+        self._listener.bind(f"\0{name}")
         self._listener.listen(receivers)
-        self.payload: dict[str, Any] = {"socket": str(self._folder / "weights"), "block": str(self._block)}
+        self.payload: dict[str, Any] = {"socket": name}
 
     def send(self, buckets: Iterable[Bucket]) -> None:
         """Stream all buckets to all receivers, then close. Raises TrainerError: a receiver did not come, answer or go on reading in time."""
@@ -90,7 +89,12 @@ class Sender:
             deadline = time.monotonic() + self._timeout
             while len(lines) < self._receivers:
                 self._listener.settimeout(max(0.01, deadline - time.monotonic()))
-                lines.append(Lines(self._listener.accept()[0], self._timeout))
+                connection = self._listener.accept()[0]
+                if not _same_user(connection):  # whoever may look into the weights
+                    connection.close()
+                    continue
+                lines.append(Lines(connection, self._timeout))
+                socket.send_fds(connection, [b"\n"], [self._memory.fileno()])
             for bucket in buckets:
                 told = {"tensors": self._write(bucket)}
                 for line in lines:
@@ -116,31 +120,29 @@ class Sender:
         for _, tensor in bucket:
             places.append(end)
             end += math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
-        with self._block.open("r+b") as file:
-            if self._block.stat().st_size < max(end, 1):
-                self._enlarge(file.fileno(), max(end, 1))
-            memory = mmap.mmap(file.fileno(), max(end, 1))
+        if self._size < end:
+            self._enlarge(end)
+        memory = mmap.mmap(self._memory.fileno(), self._size) if end else None
         for (_, tensor), place in zip(bucket, places, strict=True):
-            if tensor.numel():
+            if memory is not None and tensor.numel():
                 _view(memory, place, tensor.dtype, tensor.shape).copy_(tensor.detach())
         return [[name, str(t.dtype).removeprefix("torch."), list(t.shape), place] for (name, t), place in zip(bucket, places, strict=True)]
 
-    def _enlarge(self, file: int, size: int) -> None:
+    def _enlarge(self, size: int) -> None:
         """Have the memory before it is written to: what is missing then ends the process by a signal."""
         try:
-            os.posix_fallocate(file, 0, size)
+            os.posix_fallocate(self._memory.fileno(), 0, size)
         except OSError as error:
-            place, room = self._block.parent, math.ceil(size / 2**20)
             raise TrainerError(
-                f"weight update: no room for a bucket of {room} MB in {place} ({error.strerror}). Fix: lower model_update_buffer_size_mb, or "
-                f"enlarge {place} (of a container: --shm-size)"
+                f"weight update: no shared memory for a bucket of {math.ceil(size / 2**20)} MB ({error.strerror}). "
+                "Fix: lower model_update_buffer_size_mb, or give the machine (or the container) more memory"
             ) from error
+        self._size = size
 
     def close(self) -> None:
-        """Withdraw the offer and free the shared memory; may be called twice."""
+        """Withdraw the offer and free the shared memory, once no receiver holds it; may be called twice."""
         self._listener.close()
-        self._block.unlink(missing_ok=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._memory.close()
 
 
 def receive(payload: Mapping[str, Any], timeout: float) -> Iterator[Bucket]:
@@ -151,34 +153,50 @@ def receive(payload: Mapping[str, Any], timeout: float) -> Iterator[Bucket]:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout)
     try:
-        connection.connect(payload["socket"])
+        connection.connect(f"\0{payload['socket']}")
     except OSError as error:
         connection.close()
-        raise EngineError(f"weight update: the trainer's offer at {payload['socket']} is gone ({error}). Both must run on one host") from error
-    lines = Lines(connection, timeout)
+        raise EngineError(f"weight update: the trainer's offer {payload['socket']} is gone ({error}). Both must run on one host") from error
+    lines, memory = Lines(connection, timeout), -1
     try:
         while True:
             try:
+                memory = _handed(connection) if memory < 0 else memory
                 told = lines.read()["tensors"]
                 if told is None:
                     lines.write({})
                     return
             except (OSError, EOFError) as error:
                 raise EngineError("weight update: the trainer stopped sending, or was silent for too long (weight_sync_timeout)") from error
-            yield _read(Path(payload["block"]), told)
+            yield _read(memory, told)
             lines.write({})
     finally:
         lines.close()
+        if memory >= 0:
+            os.close(memory)
 
 
-def _read(block: Path, told: Sequence[Any]) -> Bucket:
-    with block.open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), 0)
-    return [(name, _view(memory, place, getattr(torch, dtype), torch.Size(shape))) for name, dtype, shape, place in told]
+def _same_user(connection: socket.socket) -> bool:
+    """Whether the other side runs as this user, or as root. Any process of the host can connect to a socket without a file."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(raw)[1] in (os.geteuid(), 0)
 
 
-def _view(memory: mmap.mmap, place: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    if not shape.numel():
+def _handed(connection: socket.socket) -> int:
+    """The file descriptor that the sender hands over first. Raises OSError or EOFError."""
+    descriptors = socket.recv_fds(connection, 1, 1)[1]
+    if not descriptors:
+        raise EOFError
+    return descriptors[0]
+
+
+def _read(memory: int, told: Sequence[Any]) -> Bucket:
+    mapped = mmap.mmap(memory, 0) if any(0 not in shape for _, _, shape, _ in told) else None
+    return [(name, _view(mapped, place, getattr(torch, dtype), torch.Size(shape))) for name, dtype, shape, place in told]
+
+
+def _view(memory: mmap.mmap | None, place: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    if memory is None or not shape.numel():
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=place).view(shape)
 

@@ -16,6 +16,7 @@ import attrs
 
 from turnwise.contracts.inference import InferenceContext
 from turnwise.errors import did_you_mean
+from turnwise_vllm import adapters
 from turnwise_vllm.config import BYTES, VllmConfig
 
 WHERE = "$.actor_infer.strategy_args.strategy_config"
@@ -34,7 +35,7 @@ _OURS = {
     "worker_extension_cls": "nothing: Turnwise updates the weights",
 }
 """Engine arguments that the run sets, and where a user says what they say."""
-_OWN_KEYS = {"mode", "base_url", "start_timeout", "request_timeout", "engine_args"}
+_OWN_KEYS = {"mode", "base_url", "python_path", "start_timeout", "request_timeout", "engine_args"}
 _CPU_BLOCK = 128
 _CPU_SEQUENCES = 128
 _CPU_CACHE = 4 * 2**30
@@ -42,21 +43,27 @@ _CPU_CACHE = 4 * 2**30
 
 def problems(config: VllmConfig, context: InferenceContext) -> list[str]:
     """What is wrong with the options, one line each, told without importing vLLM."""
-    lines = [*_mode_problems(config), *_name_problems(config.engine_args)]
+    lines = [*_mode_problems(config), *_name_problems(config.engine_args), *_adapter_problems(config, context), *_image_problems(config, context)]
     if config.max_model_len is not None and config.max_model_len < context.sequence_length:
         lines.append(
             f"{WHERE}.max_model_len: {config.max_model_len} is below sequence_length {context.sequence_length}. Fix: leave max_model_len out"
         )
-    if config.enable_sleep_mode and not context.devices and config.mode != "attach":
+    if config.enable_sleep_mode and config.mode != "attach" and (not context.devices or cpu_build()):
         lines.append(f"{WHERE}.enable_sleep_mode: there is no device memory to give back on a CPU. Fix: false, or name GPUs in device_mapping")
     wanted = config.engine_args.get("data_parallel_size")
-    if context.devices and config.mode != "attach":
+    if context.devices:
         try:
             engines = config.data_parallel_size(len(context.devices))
         except ValueError as error:
             lines.append(f"$.actor_infer.device_mapping: {error}. Fix: other sizes, or other devices")
         else:
-            if wanted not in (None, engines):
+            if config.mode == "attach":
+                if engines > 1:
+                    lines.append(
+                        f"$.actor_infer.device_mapping: {len(context.devices)} devices are {engines} engines, and base_url names one server. "
+                        "Fix: leave device_mapping out"
+                    )
+            elif wanted not in (None, engines):
                 lines.append(f"{WHERE}.data_parallel_size: {wanted}, but {len(context.devices)} devices hold {engines} engines. Fix: leave it out")
     elif wanted is not None and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1):
         lines.append(f"{WHERE}.data_parallel_size: {wanted!r} is not a positive integer")
@@ -68,8 +75,27 @@ def _mode_problems(config: VllmConfig) -> Iterator[str]:
         yield f"{WHERE}.base_url: mode attach needs the server's address. Fix: such as base_url: http://127.0.0.1:8000"
     if config.mode != "attach" and config.base_url:
         yield f"{WHERE}.base_url: {config.base_url!r} is for mode attach, and mode is {config.mode}. Fix: mode: attach, or leave base_url out"
+    if config.mode != "server" and config.python_path:
+        yield f"{WHERE}.python_path: is for mode server, and mode is {config.mode}. Fix: mode: server, or leave python_path out"
     if config.mode == "attach" and config.engine_args.keys() - {"data_parallel_size"}:
         yield f"{WHERE}: a running server's engine arguments cannot be set from here: {', '.join(config.engine_args)}. Fix: start it with them"
+
+
+def _adapter_problems(config: VllmConfig, context: InferenceContext) -> Iterator[str]:
+    if context.lora is None:
+        return
+    if config.load_format == "dummy":
+        yield f"{WHERE}.load_format: dummy, but lora_sync: adapter sends no weights of the model itself. Fix: load_format: auto"
+    if context.lora.rank > adapters.RANKS[-1]:
+        yield f"$.actor_train.model_args.lora_rank: vLLM takes adapters of ranks up to {adapters.RANKS[-1]}. Fix: that, or lora_sync: merged"
+
+
+def _image_problems(config: VllmConfig, context: InferenceContext) -> Iterator[str]:
+    if config.mode == "in_process" and sees(context.model) and importlib.util.find_spec("torchvision") is None:
+        yield (
+            f"{WHERE}.mode: vLLM's models that see need torchvision, and it is not installed. "
+            "Fix: install the build that fits torch, or mode: server with python_path naming a folder that holds it"
+        )
 
 
 def _name_problems(engine_args: Mapping[str, Any]) -> Iterator[str]:
@@ -135,8 +161,15 @@ def engine_arguments(config: VllmConfig, context: InferenceContext, cpu: bool) -
     }
     optional = ("kv_cache_memory_bytes", "block_size", "enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens")
     arguments |= {name: value for name in optional if (value := getattr(config, name)) is not None}
+    if config.devices_per_engine > 1:
+        # In an actor of the runtime ray vLLM would have Ray start its workers, on devices of others.
+        arguments["distributed_executor_backend"] = "mp"
     if config.limit_mm_per_prompt:
         arguments["limit_mm_per_prompt"] = dict(config.limit_mm_per_prompt)
+    if sees(context.model):
+        arguments["mm_device_do_normalize"] = False  # pixel values come as the trainer's processor makes them
+    if context.lora is not None:
+        arguments |= adapters.engine_arguments(context.lora)
     if cpu:
         arguments.setdefault("max_num_seqs", context.infer_batch_size or _CPU_SEQUENCES)
         arguments.setdefault("kv_cache_memory_bytes", cache_bytes(config, context, longest, arguments["max_num_seqs"]))
@@ -169,6 +202,11 @@ def model_facts(folder: Path) -> dict[str, Any]:
     """The language model's part of a folder's config.json."""
     facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return {**facts, **{name: value for name, value in facts.get("text_config", {}).items() if value is not None}}
+
+
+def sees(folder: Path | None) -> bool:
+    """Whether the model takes images."""
+    return folder is not None and (Path(folder) / "config.json").is_file() and "vision_config" in model_facts(Path(folder))
 
 
 def head_size(facts: Mapping[str, Any]) -> int:

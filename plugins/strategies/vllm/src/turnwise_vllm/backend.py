@@ -7,15 +7,19 @@ import itertools
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from turnwise.contracts.chat import Chat
 from turnwise.contracts.inference import InferenceContext, Request
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation
 from turnwise.errors import ConfigError, EngineError, listed
-from turnwise_vllm.arguments import cpu_build, model_facts, problems, replicas
+from turnwise_vllm.adapters import Folder
+from turnwise_vllm.arguments import cpu_build, model_facts, problems, replicas, sees
 from turnwise_vllm.config import VllmConfig
 from turnwise_vllm.engine import Engine, LocalEngine
-from turnwise_vllm.requests import collapsed, generation, number, prompt_ids, sampling
+from turnwise_vllm.images import Picture, Pictures
+from turnwise_vllm.requests import generation, number, prompt_ids, sampling
 from turnwise_vllm.server import ServedEngine
 
 
@@ -28,6 +32,7 @@ class VllmBackend:
 
     input: Literal["ids", "messages"] = "ids"
     transports: tuple[str, ...] = ("shared_memory", "process_group", "safetensors")
+    adapters = True
 
     def __init__(self, config: VllmConfig, context: InferenceContext) -> None:
         """Raises ConfigError; nothing is started."""
@@ -38,11 +43,14 @@ class VllmBackend:
         self._config, self._context = config, context
         self._chat: Chat = context.chat
         facts = model_facts(Path(context.model))
-        self._vocabulary, self._image_token = int(facts["vocab_size"]), facts.get("image_token_id")
+        self._vocabulary = int(facts["vocab_size"])
+        self._pictures: Pictures | None = None
         self._longest = min(config.max_model_len or context.sequence_length, context.sequence_length)
         if context.devices and not cpu_build():
             self.transports = ("process_group", "shared_memory", "safetensors")  # from GPU to GPU, past the hosts' memory
-        self.receivers = config.devices_per_engine * replicas(config, context)
+        # Each worker reads weights for itself; adapters are read here, for all of them.
+        self.receivers = config.devices_per_engine * replicas(config, context) if context.lora is None else 1
+        self._adapters = Folder() if context.lora is not None else None
         self._engine: Engine | None = None
         self._starting: asyncio.Task[Engine] | None = None
         self._running: dict[Request, asyncio.Task[Any]] = {}
@@ -65,7 +73,7 @@ class VllmBackend:
     async def generate(self, request: Request) -> Generation:
         """Sample one response. Raises EngineError: a prompt without room or with ids outside the vocabulary, an engine that is gone."""
         ids = prompt_ids(request, self._vocabulary, self._longest)
-        prompt = collapsed(ids, self._image_token, len(request.images))
+        pictures = await self._seen(ids, request)
         self._refuse()
         if self._empty:
             raise EngineError(
@@ -73,7 +81,7 @@ class VllmBackend:
             )
         engine = await self._started()
         fields = sampling(request, self._longest - len(ids), self._chat.stop_ids)
-        task = asyncio.ensure_future(engine.generate(prompt, fields, f"turnwise-{id(self)}-{next(self._names)}", list(request.images)))
+        task = asyncio.ensure_future(engine.generate(ids.tolist(), fields, f"turnwise-{id(self)}-{next(self._names)}", pictures))
         self._running[request] = task
         try:
             answer = await task
@@ -83,8 +91,6 @@ class VllmBackend:
         finally:
             self._running.pop(request, None)
             task.cancel()
-        if answer.prompt not in (None, len(ids)):
-            raise EngineError(f"the chat gives a prompt of {len(ids)} tokens, and vLLM sees {answer.prompt}: their image processors differ")
         return generation(answer, request, self._chat, self._config.logprobs_mode)
 
     def live(self, episodes: int) -> None:
@@ -101,13 +107,17 @@ class VllmBackend:
             raise EngineError(f"the vllm backend cannot receive weights by {offer.transport!r}. Known: {listed(self.transports)}")
         if self._asleep:
             raise EngineError("the backend sleeps. Fix: wake it before a weight update")
+        if (offer.adapter is None) != (self._adapters is None):
+            kinds = ("whole weights", "adapters alone") if offer.adapter is None else ("adapters alone", "whole weights")
+            raise EngineError(f"the weight update brings {kinds[0]}, and vLLM was started for {kinds[1]}")
         engine = await self._started()
         if not self._paused:
             await engine.control("pause")
         try:
             await self._update(engine, offer)
         except BaseException:
-            self._broken = "the last weight update failed, so the engine holds a mixture of weights. Fix: a whole update, or another start"
+            held = "a mixture of weights" if self._adapters is None else "nobody knows which adapters"
+            self._broken = f"the last weight update failed, so the engine holds {held}. Fix: a whole update, or another start"
             for task in self._running.values():
                 task.cancel()
             raise
@@ -118,15 +128,26 @@ class VllmBackend:
         return offer.version
 
     async def _update(self, engine: Engine, offer: Offer) -> None:
-        where = {"folder": str(offer.payload["folder"])} if offer.transport == "safetensors" else {"payload": dict(offer.payload)}
-        await engine.control("start_update")
-        await engine.control("update", info={**where, "transport": offer.transport, "timeout": self._context.weight_sync_timeout})
-        await engine.control("finish_update", version=str(offer.version))
+        if self._adapters is not None:
+            folder = await asyncio.to_thread(self._adapters.write, offer, self._context.weight_sync_timeout)
+            await self._load_adapters(engine, folder)
+            await engine.control("set_version", new_version=str(offer.version))
+        else:
+            where = {"folder": str(offer.payload["folder"])} if offer.transport == "safetensors" else {"payload": dict(offer.payload)}
+            await engine.control("start_update")
+            await engine.control("update", info={**where, "transport": offer.transport, "timeout": self._context.weight_sync_timeout})
+            await engine.control("finish_update", version=str(offer.version))
         if not await engine.control("reset_cache"):
             raise EngineError("vLLM could not drop the cache of the old weights")
         serving = number(await engine.control("version"))
         if serving != offer.version:
             raise EngineError(f"version {offer.version} of the weights was sent, and vLLM serves {serving}")
+
+    async def _load_adapters(self, engine: Engine, folder: Path) -> None:
+        """Every worker tells for which modules it has no place; with pipeline stages another worker may."""
+        told = await engine.control("load_adapters", folder=str(folder))
+        if left := set.intersection(*map(set, told)):
+            raise EngineError(f"vLLM has no adapters for {listed(sorted(left))}. Fix: another lora_target, or lora_sync: merged")
 
     async def pause(self) -> None:
         """Stop sampling between two tokens; requests are kept."""
@@ -171,6 +192,8 @@ class VllmBackend:
         engine, self._engine, self._starting = self._engine, None, None
         if engine is not None:
             await engine.close()
+        if self._adapters is not None:
+            await asyncio.to_thread(self._adapters.close)
 
     def _refuse(self) -> None:
         if self._closed:
@@ -194,8 +217,21 @@ class VllmBackend:
         engine: Engine = LocalEngine(self._config, self._context) if self._config.mode == "in_process" else ServedEngine(self._config, self._context)
         try:
             await engine.start()
+            if self._adapters is not None:
+                await engine.control("begin_adapters")
         except BaseException:
             await engine.close()
             raise
         self._engine = engine
         return engine
+
+    async def _seen(self, ids: np.ndarray, request: Request) -> list[Picture]:
+        """The request's images. Raises EngineError: a model of text alone, or ids that do not fit them; ConfigError: images not understood."""
+        if not request.images:
+            return []
+        if self._pictures is None:
+            if not sees(self._context.model):
+                told = f"the request holds {len(request.images)} images, and the model takes text only"
+                raise EngineError(f"{told}. Fix: a text rendering of the environment")
+            self._pictures = Pictures(Path(str(self._context.model)))
+        return await asyncio.to_thread(self._pictures.of, ids, request.images)

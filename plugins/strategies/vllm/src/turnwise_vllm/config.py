@@ -19,11 +19,12 @@ class VllmConfig:
 
     `mode`: `in_process` (an AsyncLLM of this process), `server` (a server started for the run), `attach` (the server at `base_url`).
     `logprobs_mode`: which log-probs vLLM computes; the README says for which requests they are the trainer's. `enforce_eager` None: yes
-    on a CPU, no on GPUs.
+    on a CPU, no on GPUs. `python_path`: folders that the server of mode `server` imports from before its own.
     """
 
     mode: Literal["in_process", "server", "attach"] = "in_process"
     base_url: str | None = None
+    python_path: tuple[str, ...] = ()
     start_timeout: float = field(default=600.0, validator=validators.gt(0))
     request_timeout: float = field(default=1800.0, validator=validators.gt(0))
     tensor_parallel_size: int = field(default=1, validator=validators.ge(1))

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from turnwise.contracts.inference import InferenceContext
-from turnwise.errors import ConfigError, EngineError, TurnwiseError, listed
+from turnwise.errors import ConfigError, EngineError, EngineLost, TurnwiseError, listed
+from turnwise_vllm import adapters
 from turnwise_vllm.arguments import applied, cpu_build, engine_arguments, environment, head_size, model_facts
 from turnwise_vllm.config import VllmConfig
+from turnwise_vllm.images import Picture, engine_input
 from turnwise_vllm.requests import Answer
 
 T = TypeVar("T")
@@ -22,18 +24,19 @@ DEAD = "vLLM's engine died. Its own messages above tell why. Fix: after an out-o
 
 
 class Engine(Protocol):
-    """What the backend needs of a vLLM, wherever it runs. Every method raises EngineError when the engine is gone."""
+    """What the backend needs of a vLLM, wherever it runs. Once started, every method raises EngineLost when the engine has ended."""
 
     async def start(self) -> None:
         """Start it, or find it."""
         ...
 
-    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, images: list[Any]) -> Answer:
+    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture]) -> Answer:
         """Sample one response; cancelling aborts it."""
         ...
 
     async def control(self, step: str, **arguments: Any) -> Any:
-        """One of pause, resume, start_update, update, finish_update, reset_cache, version, set_version, sleep, wake."""
+        """One of pause, resume, start_update, update, finish_update, begin_adapters, load_adapters, reset_cache, version, set_version,
+        sleep, wake."""
         ...
 
     async def close(self) -> None:
@@ -49,6 +52,7 @@ class LocalEngine:
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         self._llm: Any = None
+        self._adapters = ""  # the folder of those that requests ask for
 
     async def start(self) -> None:
         """Raises ConfigError or EngineError (vLLM refuses, or is not up within `start_timeout`)."""
@@ -60,9 +64,9 @@ class LocalEngine:
         except TimeoutError as error:
             raise EngineError(f"vLLM did not start within start_timeout = {self._config.start_timeout:g} s. Fix: raise start_timeout") from error
 
-    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, images: list[Any]) -> Answer:
+    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture]) -> Answer:
         """Raises EngineError."""
-        return await self._run(self._generate(ids, sampling, name, images), self._config.request_timeout)
+        return await self._run(self._generate(ids, sampling, name, pictures), self._config.request_timeout)
 
     async def control(self, step: str, **arguments: Any) -> Any:
         """Raises EngineError."""
@@ -100,6 +104,8 @@ class LocalEngine:
             raise EngineError(f"vLLM did not answer within {timeout:g} s (request_timeout for a response, weight_sync_timeout else)") from error
         # vLLM raises its own errors, those of its libraries and those of its workers.
         except Exception as error:
+            if self._llm is not None and self._llm.errored:
+                raise EngineLost(DEAD) from error
             raise EngineError(_told(error)) from error
 
     async def _build(self) -> Any:
@@ -118,19 +124,18 @@ class LocalEngine:
             except Exception as error:  # whatever vLLM refuses, in whatever of its libraries' errors
                 raise EngineError(f"vLLM did not start: {one_line(error)}. Its own messages above may tell more") from error
         await llm.update_weight_version("0")
+        if cpu and config.pipeline_parallel_size > 1:
+            await llm.collective_rpc("prepare_pipeline")
         return llm
 
-    async def _generate(self, ids: list[int], sampling: dict[str, Any], name: str, images: list[Any]) -> Answer:
-        from vllm.inputs.engine import tokens_input
+    async def _generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture]) -> Answer:
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        prompt: Any = tokens_input(ids)
-        if images:
-            from PIL import Image
-
-            prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": [Image.fromarray(image) for image in images]}}
+        chosen = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
+        lora = LoRARequest(adapters.NAME, adapters.NUMBER, self._adapters) if self._adapters else None
         final = None
-        async for output in self._llm.generate(prompt, SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY), name):
+        async for output in self._llm.generate(engine_input(ids, pictures), chosen, name, lora_request=lora):
             final = output
         if final is None:
             raise EngineError("vLLM ended a request without an answer")
@@ -138,7 +143,7 @@ class LocalEngine:
         tokens = list(done.token_ids)
         logprobs = [step[token].logprob for step, token in zip(done.logprobs or (), tokens, strict=True)]
         spans = [(span.version, span.start, span.end) for span in done.weight_versions or ()]
-        return Answer(tokens, logprobs, spans, str(done.finish_reason), len(final.prompt_token_ids or ()))
+        return Answer(tokens, logprobs, spans, str(done.finish_reason))
 
     async def _control(self, step: str, arguments: dict[str, Any]) -> Any:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -156,6 +161,14 @@ class LocalEngine:
                 return await llm.update_weights(WeightTransferUpdateRequest(update_info=arguments["info"]))
             case "finish_update":
                 return await llm.finish_weight_update(arguments["version"])
+            case "begin_adapters":
+                self._adapters = adapters.ZEROS
+                return await llm.collective_rpc("begin_adapters", args=(1,))
+            case "load_adapters":
+                self._adapters = arguments["folder"]
+                return await llm.collective_rpc("load_adapters", args=(self._adapters,))
+            case "set_version":
+                return await llm.update_weight_version(arguments["new_version"])
             case "reset_cache":
                 await llm.reset_encoder_cache()
                 return await llm.reset_prefix_cache(reset_running_requests=True)
@@ -191,10 +204,6 @@ def check_head_size(folder: Path) -> None:
 
 
 def _told(error: Exception) -> str:
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    if isinstance(error, EngineDeadError):
-        return DEAD
     cause = error.__cause__ if error.__cause__ is not None and not str(error) else error
     _, found, reason = one_line(cause).partition(_CALL_FAILED)
     return f"vLLM failed: {reason if found else f'{type(cause).__name__}: {one_line(cause)}'}"

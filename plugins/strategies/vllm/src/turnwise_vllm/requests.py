@@ -19,14 +19,12 @@ COLDEST = 0.01
 
 @frozen(eq=False)
 class Answer:
-    """What vLLM sampled: `ids`, `logprobs` of each (as its logprobs_mode has them), `spans` (version, start, end), its own reason, and how
-    many tokens the prompt had for it (None: it does not tell)."""
+    """What vLLM sampled: `ids`, `logprobs` of each (as its logprobs_mode has them), `spans` (version, start, end), and its own reason."""
 
     ids: list[int]
     logprobs: list[float]
     spans: list[tuple[str, int, int]]
     finish: str
-    prompt: int | None = None
 
 
 def prompt_ids(request: Request, vocabulary: int, longest: int) -> np.ndarray:
@@ -39,19 +37,6 @@ def prompt_ids(request: Request, vocabulary: int, longest: int) -> np.ndarray:
             f"temperature {request.args.temperature} is below {COLDEST}, the lowest that vLLM samples at{where}. Fix: 0 (greedy), or more"
         )
     return ids
-
-
-def collapsed(ids: np.ndarray, image_token: int | None, images: int) -> list[int]:
-    """The ids with one image token for each image, which vLLM expands itself. Raises EngineError: ids and images do not belong together."""
-    if not images:
-        return ids.tolist()
-    if image_token is None:
-        raise EngineError(f"the request holds {images} images, and the model takes text only. Fix: a text rendering of the environment")
-    inside = ids == image_token
-    runs = int((inside & ~np.concatenate([[False], inside[:-1]])).sum())
-    if runs != images:
-        raise EngineError(f"the prompt holds {runs} runs of image tokens for {images} images")
-    return ids[~(inside & np.concatenate([[False], inside[:-1]]))].tolist()
 
 
 def sampling(request: Request, room: int, stop_ids: Sequence[int]) -> dict[str, Any]:

@@ -18,9 +18,11 @@ from typing import Any
 from urllib.parse import urlencode
 
 from turnwise.contracts.inference import InferenceContext
-from turnwise.errors import ConfigError, EngineError
+from turnwise.errors import ConfigError, EngineError, EngineLost
+from turnwise_vllm import adapters
 from turnwise_vllm.arguments import EXTENSION, TRANSFER, cpu_build, engine_arguments, environment
 from turnwise_vllm.config import VllmConfig
+from turnwise_vllm.images import Picture, features
 from turnwise_vllm.requests import Answer
 
 _POLL = 0.25
@@ -46,6 +48,7 @@ class ServedEngine:
         self._process: ServerProcess | None = None
         self._session: Any = None  # an aiohttp.ClientSession
         self._address = (config.base_url or "").rstrip("/")
+        self._lost = ""
 
     async def start(self) -> None:
         """Raises EngineError (nothing answers in time) or ConfigError (the server there was started otherwise than this run needs)."""
@@ -62,12 +65,16 @@ class ServedEngine:
             self._compare(await self._get("/server_info?config_format=json", _PROBE))
         else:
             await self.control("set_version", new_version="0")
+            if cpu_build() and self._config.pipeline_parallel_size > 1:
+                await self._post("/collective_rpc", {"method": "prepare_pipeline"}, _PROBE)
 
-    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, images: list[Any]) -> Answer:
+    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture]) -> Answer:
         """Raises EngineError. Cancelling closes the connection, and the server drops the request."""
-        if images:
-            raise EngineError("images are not sent to a server in this version. Fix: mode: in_process")
-        body = {"request_id": name, "token_ids": ids, "sampling_params": sampling}
+        body: dict[str, Any] = {"request_id": name, "token_ids": ids, "sampling_params": sampling}
+        if pictures:
+            body["features"] = await asyncio.to_thread(features, pictures)
+        if self._context.lora is not None:
+            body["model"] = adapters.NAME
         told = await self._post("/inference/v1/generate", body, self._config.request_timeout)
         choice = told["choices"][0]
         logprobs = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or ()]
@@ -83,6 +90,10 @@ class ServedEngine:
             case "reset_cache":
                 await self._post("/reset_encoder_cache", {}, timeout)
                 return (await self._post("/reset_prefix_cache?reset_running_requests=true", {}, timeout))["success"]
+            case "load_adapters":
+                return (await self._post("/collective_rpc", {"method": "load_adapters", "args": [arguments["folder"]]}, timeout))["results"]
+            case "begin_adapters":
+                return await self._begin_adapters(timeout)
             case "start_update":
                 await self._post("/init_weight_transfer_engine", {"init_info": {}}, timeout)
             case "update":
@@ -91,6 +102,12 @@ class ServedEngine:
                 arguments = {"weight_version": arguments["version"]}
         path, query = _ROUTES[step]
         return await self._post(f"{path}?{urlencode(query)}" if query else path, arguments, timeout)
+
+    async def _begin_adapters(self, timeout: float) -> None:
+        """The server learns the adapters' name, which requests give as their model; what is behind it is replaced in the workers."""
+        await self._post("/collective_rpc", {"method": "begin_adapters", "args": [1]}, timeout)
+        with contextlib.suppress(_AlreadyLoaded):
+            await self._post("/v1/load_lora_adapter", {"lora_name": adapters.NAME, "lora_path": adapters.ZEROS}, timeout)
 
     async def close(self) -> None:
         """Close the connections; stop the server if the run started it."""
@@ -119,10 +136,17 @@ class ServedEngine:
         config = told["vllm_config"]
         model, transfer = config["model_config"], config.get("weight_transfer_config") or {}
         wrong = []
+        if self._context.lora is not None:
+            wanted = adapters.engine_arguments(self._context.lora)["max_lora_rank"]
+            rank = (config.get("lora_config") or {}).get("max_lora_rank", 0)
+            if rank < wanted:
+                wrong.append(f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 before it and --enable-lora --max-lora-rank {wanted} after it")
         if model["logprobs_mode"] != self._config.logprobs_mode:
             wrong.append(f"--logprobs-mode {self._config.logprobs_mode} (it has {model['logprobs_mode']})")
         if transfer.get("backend") != TRANSFER:
             wrong.append(f"""--weight-transfer-config '{{"backend": "{TRANSFER}"}}' --worker-extension-cls {EXTENSION}""")
+        if (model.get("multimodal_config") or {}).get("mm_device_do_normalize"):
+            wrong.append("--no-mm-device-do-normalize")
         longest = self._config.max_model_len or self._context.sequence_length
         if model["max_model_len"] < longest:
             wrong.append(f"--max-model-len {longest} (it has {model['max_model_len']})")
@@ -140,6 +164,8 @@ class ServedEngine:
 
         if self._session is None:
             raise EngineError("the backend was closed")
+        if self._lost:
+            raise EngineLost(self._lost)  # what answers at its address by now has other weights
         try:
             async with self._session.request(method, self._address + path, json=body, timeout=aiohttp.ClientTimeout(timeout)) as answer:
                 text = await answer.text()
@@ -147,12 +173,32 @@ class ServedEngine:
         except TimeoutError as error:
             raise EngineError(f"the vLLM server did not answer {path} within {timeout:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            told = self._process.ended() if self._process is not None else None
-            raise EngineError(f"the vLLM server at {self._address} is gone ({told or error})") from error
-        if status != 200:
-            hint = " Fix: start the server with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out" if status == 404 else ""
-            raise EngineError(f"the vLLM server answered {path.partition('?')[0]} with {status}: {_reason(text)}.{hint}")
-        return json.loads(text) if text.startswith(("{", "[")) else text
+            ended = self._process.ended() if self._process is not None else None
+            raise self._gone(f"the vLLM server at {self._address} is gone ({ended or error})", path) from error
+        if status == 200:
+            return json.loads(text) if text.startswith(("{", "[")) else text
+        told = f"the vLLM server answered {path.partition('?')[0]} with {status}: {_reason(text)}."
+        if status >= 500 and path != "/health" and not await self._healthy():
+            raise self._gone(f"{told} Its engine died", path)
+        if "has already been loaded" in text:
+            raise _AlreadyLoaded(told)
+        raise EngineError(told + (" Fix: start the server with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out" if status == 404 else ""))
+
+    def _gone(self, told: str, path: str) -> EngineLost:
+        if path != "/health":  # which is asked before it is there, too
+            self._lost = told
+        return EngineLost(told)
+
+    async def _healthy(self) -> bool:
+        try:
+            await self._ask("GET", "/health", None, _PROBE)
+        except EngineError:
+            return False
+        return True
+
+
+class _AlreadyLoaded(EngineError):
+    """The server knows an adapter of that name."""
 
 
 class ServerProcess:
@@ -163,6 +209,10 @@ class ServerProcess:
         self.address = f"http://127.0.0.1:{port}"
         cpu = cpu_build()
         variables = {**os.environ, **environment(config, cpu), "VLLM_SERVER_DEV_MODE": "1"}
+        if context.lora is not None:
+            variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        if config.python_path:
+            variables["PYTHONPATH"] = os.pathsep.join([*config.python_path, *filter(None, [os.environ.get("PYTHONPATH")])])
         if context.devices and not cpu:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, context.devices))
         self._log = tempfile.NamedTemporaryFile(prefix="turnwise-vllm-", suffix=".log")  # noqa: SIM115 - lives as long as the process
@@ -198,7 +248,7 @@ class ServerProcess:
 
 def server_command(arguments: Mapping[str, Any], port: int) -> list[str]:
     """The command line of vLLM's server with these engine arguments."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
+    command = [sys.executable, "-m", "turnwise_vllm.serve", "--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
     for name, value in arguments.items():
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):

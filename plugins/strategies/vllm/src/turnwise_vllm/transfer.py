@@ -14,17 +14,21 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from vllm.config import VllmConfig, WeightTransferConfig
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from turnwise.errors import EngineError
+from turnwise.errors import EngineError, listed
 from turnwise_torch.broadcast import Member
 from turnwise_torch.stream import receive
+from turnwise_vllm import adapters
 from turnwise_vllm.arguments import TRANSFER
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
+_OTHER_TARGET = "Fix: another lora_target, or lora_sync: merged"
 
 
 @dataclass
@@ -131,7 +135,39 @@ def _of_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 class WorkerExtension:
-    """A base class that vLLM gives its workers; naming it makes every worker import this module."""
+    """A base class that vLLM gives its workers; naming it makes every worker import this module. Its methods are called by name."""
+
+    def begin_adapters(self: Any, rank: int) -> None:
+        """Zeros for the adapters that requests ask for: until others come, the model serves as if it had none."""
+        self.remove_lora(adapters.NUMBER)
+        request = LoRARequest(adapters.NAME, adapters.NUMBER, adapters.ZEROS)
+        self.model_runner.lora_manager.add_dummy_lora(request, rank)
+        self.add_lora(request)  # it is there, so its path is not read
+
+    def load_adapters(self: Any, folder: str) -> list[str]:
+        """Put the PEFT adapters in `folder` in the place of those that requests ask for. Returns the modules that got none of them here.
+
+        Raises EngineError: vLLM does not take them.
+        """
+        manager = self.model_runner.lora_manager._adapter_manager
+        known = {part for name in manager.supported_lora_modules for part in manager.packed_modules_mapping.get(name, (name,))}
+        asked = {name.partition(".lora_")[0].rpartition(".")[2] for name, _ in _of_folder(Path(folder))}
+        if asked - known:
+            raise EngineError(f"vLLM has no adapters for {listed(sorted(asked - known))}. Known: {listed(sorted(known))}. {_OTHER_TARGET}")
+        try:
+            self.add_lora(LoRARequest(adapters.NAME, adapters.NUMBER, folder, load_inplace=True))
+        except ValueError as error:
+            raise EngineError(f"vLLM does not take these adapters ({error}). {_OTHER_TARGET}") from error
+        loaded = manager.get_adapter(adapters.NUMBER)
+        used = {id(manager._get_lora_layer_weights(loaded, name)) for name in manager.modules}
+        return sorted(name for name, weights in loaded.loras.items() if id(weights) not in used)
+
+    def prepare_pipeline(self: Any) -> None:
+        """Make room for what comes from the stage before this one, which vLLM does in a warm-up that it leaves out on a CPU."""
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            sizes = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(**sizes)
 
 
 if TRANSFER not in WeightTransferEngineFactory._registry:

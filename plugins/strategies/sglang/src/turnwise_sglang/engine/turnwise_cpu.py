@@ -1,4 +1,5 @@
-"""What SGLang's wheel lacks on a machine without CUDA: torchvision's schemas, the native kernel package, seeded sampling in plain torch.
+"""What SGLang's wheel lacks on a machine without CUDA: torchvision's schemas, the native kernel package, seeded sampling in plain torch,
+memory that cannot be pinned.
 
 Active only where the environment has TURNWISE_SGLANG_CPU=1 (the backend sets it for `device: cpu`). Each part steps back where the real thing
 can be loaded. It imports nothing of Turnwise.
@@ -6,6 +7,7 @@ can be loaded. It imports nothing of Turnwise.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -18,6 +20,8 @@ from typing import Any, NoReturn
 
 ON = os.environ.get("TURNWISE_SGLANG_CPU") == "1"
 ATTENTION = "torch_native"
+NAMED = ("fused_sigmoid_mul", "fused_qk_gemma_rmsnorm", "fused_qk_gemma_rmsnorm_with_gate", "fused_qkvzba_split_reshape_cat_contiguous")
+"""Operators of the kernel package that are looked up when Qwen-VL's modules are imported, though other models alone call them."""
 _libraries: list[Any] = []
 """torch.library keeps definitions only as long as their Library lives."""
 
@@ -26,6 +30,7 @@ def prepare() -> None:
     """Before SGLang is imported."""
     sys.meta_path.append(_NativeKernels())
     _declare_torchvision()
+    _allow_pinning()
 
 
 def _declare_torchvision() -> None:
@@ -45,6 +50,25 @@ def _declare_torchvision() -> None:
     for operator in ("nms", "qnms"):
         library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _libraries.append(library)
+
+
+def _allow_pinning() -> None:
+    """Let memory be asked for as pinned (SGLang's adapters do), where torch has no device to pin it for and refuses."""
+    import torch
+
+    if torch.accelerator.is_available():
+        return
+    for name in ("arange", "empty", "full", "ones", "tensor", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[assignment,method-assign]
+
+
+def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return make(*args, **kwargs)
+
+    return made
 
 
 class _NativeKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -85,6 +109,8 @@ def _define_hash() -> None:
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
     library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
     library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    for name in NAMED:
+        library.define(f"{name}_cpu() -> ()")
     _libraries.append(library)
 
 

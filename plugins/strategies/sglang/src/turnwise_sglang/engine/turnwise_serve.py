@@ -1,7 +1,8 @@
 """Run by the interpreter that has SGLang: serves, or looks through, the server arguments of one JSON file. It imports nothing of Turnwise.
 
 `turnwise_serve.py check arguments.json` prints {"unknown": [...], "wrong": [...], "known": [...]}. `turnwise_serve.py serve arguments.json`
-serves until its standard input ends: the process that started it holds the other end, so no server outlives it.
+serves until its standard input ends: the process that started it holds the other end, so no server outlives it. What SGLang leaves behind
+when it is killed is named after the folder of arguments.json, or lies in its subfolder `tmp`, for whoever cleans up.
 SGLang's own processes are spawned and import this file again, which brings the CPU's preparations into each of them.
 """
 
@@ -9,13 +10,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 import turnwise_cpu  # type: ignore[import-not-found]  # it stands beside this file, which is run as a script
+
+LONGEST = 80
+"""Characters of a folder in which a unix socket still has room for its name."""
 
 if turnwise_cpu.ON:
     turnwise_cpu.prepare()
@@ -42,9 +48,9 @@ def check(arguments: dict[str, Any]) -> dict[str, list[str]]:
     return {"unknown": [name for name in arguments if name not in fields], "wrong": wrong, "known": [n for n in fields if not n.startswith("_")]}
 
 
-def serve(arguments: dict[str, Any]) -> None:
+def serve(arguments: dict[str, Any], folder: Path) -> None:
     """SGLang's HTTP server, until it is stopped or the starter's end of standard input closes."""
-    threading.Thread(target=_end_with_the_starter, name="turnwise-starter", daemon=True).start()
+    threading.Thread(target=_end_with_the_starter, args=(folder,), name="turnwise-starter", daemon=True).start()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
@@ -53,16 +59,36 @@ def serve(arguments: dict[str, Any]) -> None:
     load_plugins()
     if turnwise_cpu.ON:
         turnwise_cpu.allow_seeds()
+    _leave_traces_in(folder)
     try:
         run_server(ServerArgs(**arguments))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def _end_with_the_starter() -> None:
+def _leave_traces_in(folder: Path) -> None:
+    """The sockets of this process's making come to lie in the folder; the file in /dev/shm, by which the processes tell their load, has its name."""
+    from sglang.srt.server_args import PortArgs
+
+    if len(str(folder)) < LONGEST:
+        tempfile.tempdir = str(folder / "tmp")
+    made = PortArgs.init_new
+
+    def init_new(*args: Any, **kwargs: Any) -> Any:
+        ports = made(*args, **kwargs)
+        ports.instance_id = folder.name
+        return ports
+
+    PortArgs.init_new = staticmethod(init_new)
+
+
+def _end_with_the_starter(folder: Path) -> None:
     # The bare descriptor: a daemon thread inside sys.stdin's buffer would hold its lock when the interpreter ends.
     while os.read(0, 1024):
         pass
+    for path in Path("/dev/shm").glob(f"sglang_loads_{folder.name}_*"):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
@@ -71,6 +97,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "check":
         print(json.dumps(check(given)))
     else:
-        serve(given)
+        serve(given, Path(sys.argv[2]).parent)
 elif turnwise_cpu.ON:
     turnwise_cpu.allow_seeds()

@@ -1,0 +1,61 @@
+"""Images for SGLang: each as a PNG, with one token in the prompt that SGLang replaces by as many as the image has."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from turnwise.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from turnwise_torch.vision import Vision
+
+
+def sees(folder: Path | None) -> bool:
+    """Whether the model in `folder` has a vision tower."""
+    try:
+        return folder is not None and "vision_config" in json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+class Images:
+    """From a request's ids and images to SGLang's, for the model in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @functools.cached_property
+    def _vision(self) -> Vision:
+        from turnwise_torch.vision import Vision
+
+        return Vision(self._folder)
+
+    def told(self, ids: np.ndarray, images: Sequence[np.ndarray]) -> dict[str, Any]:
+        """`input_ids` and `image_data` for ids [n] and images uint8 [H, W, 3]. Raises EngineError: they do not belong together, or the model's
+        images are not understood."""
+        try:
+            mask, found = self._vision.find(ids, images)
+        except ConfigError as error:
+            raise EngineError(f"the prompt does not fit its images: {error}") from error
+        if len(found) != len(images):
+            raise EngineError(f"the prompt holds {len(found)} of its {len(images)} images")
+        if (ids[~mask] == self._vision.token).any():
+            raise EngineError("the prompt holds an image token that the model sampled, which SGLang would take for an image. Fix: hf or vllm")
+        inside = mask & np.concatenate([[False], mask[:-1]])
+        return {"input_ids": ids[~inside].tolist(), "image_data": [_png(image) for image in images]}
+
+
+def _png(image: np.ndarray) -> str:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG", compress_level=1)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,123 @@
+"""Low-rank adapters alone: read from an offer here, in this process, and put into a server as one more adapter that requests then name."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import pickle
+import uuid
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from turnwise.contracts.inference import InferenceContext
+from turnwise.contracts.train import Offer
+from turnwise.errors import EngineError
+from turnwise_sglang.api import Gone
+from turnwise_sglang.config import SglangConfig
+from turnwise_sglang.images import sees
+from turnwise_torch.broadcast import Member
+from turnwise_torch.stream import Bucket, receive
+
+if TYPE_CHECKING:
+    from turnwise_sglang.link import Link
+
+
+@frozen(eq=False)
+class Adapter:
+    """PEFT's configuration and tensors of one version, which a server that takes the place of a dead one is given again."""
+
+    version: int
+    config: Mapping[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def problems(config: SglangConfig, context: InferenceContext) -> list[str]:
+    """What keeps a server of this configuration from taking adapters alone."""
+    where, fix = "$.actor_infer.strategy_args.strategy_config", "or actor_train.model_args.lora_sync: merged"
+    if context.lora is None:
+        return []
+    found = []
+    if config.load_format == "dummy":
+        found.append(f"{where}.load_format: dummy, while adapters alone arrive: the model's weights would stay random. Fix: load_format: auto, {fix}")
+    if sees(context.model):
+        found.append(f"$.actor_infer: adapters alone for a model that takes images are not supported by sglang. Fix: {fix.removeprefix('or ')}")
+    if config.dp_size > 1:
+        found.append(f"{where}.dp_size: SGLang loads adapters into one copy of the model only. Fix: dp_size: 1, {fix}")
+    return found
+
+
+def read(offer: Offer, member: Member, dtype: torch.dtype, timeout: float, known: Mapping[str, tuple[int, ...]]) -> Adapter:
+    """The adapter on offer, by any transport, cast to the server's dtype; `known`: the shapes of the model's tensors, by name. Blocks.
+
+    Raises EngineError: nothing to read, or tensors that are of no layer of the model.
+    """
+    assert offer.adapter is not None
+    tensors: dict[str, Tensor] = {}
+    buckets = _buckets(offer, member, timeout)
+    try:
+        for bucket in buckets:
+            _check(bucket, offer.adapter["r"], known)
+            tensors |= {name: tensor.to(device="cpu", dtype=dtype, copy=True) for name, tensor in bucket}
+    finally:
+        buckets.close()
+    if not tensors:
+        raise EngineError("weight update: the trainer offers an adapter without tensors")
+    # The modules by name: SGLang takes neither a regular expression nor whole paths.
+    modules = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in tensors})
+    return Adapter(offer.version, {**offer.adapter, "target_modules": modules}, tensors)
+
+
+def _check(bucket: Bucket, rank: int, known: Mapping[str, tuple[int, ...]]) -> None:
+    """SGLang passes over a name that it does not know in silence, and dies of a wrong shape when it samples."""
+    for name, tensor in bucket if known else ():
+        module, _, part = name.removeprefix("base_model.model.").partition(".lora_")
+        whole = known.get(f"{module}.weight")
+        if whole is None or part not in ("A.weight", "B.weight"):
+            raise EngineError(f"weight update: the trainer offers {name!r}, for which the model's folder holds no weight; SGLang would ignore it")
+        shape = (rank, whole[1]) if part == "A.weight" else (whole[0], rank)
+        if tuple(tensor.shape) != shape:
+            raise EngineError(f"weight update: {name!r} has shape {tuple(tensor.shape)}, rank {rank} of {module}.weight is {shape}")
+
+
+def _buckets(offer: Offer, member: Member, timeout: float) -> Generator[Bucket, None, None]:
+    if offer.transport == "shared_memory":
+        yield from receive(offer.payload, timeout)
+    elif offer.transport == "process_group":
+        yield from member.receive(offer.payload, timeout)
+    else:
+        path = Path(offer.payload["folder"]) / "adapter_model.safetensors"
+        try:
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise EngineError(f"cannot read the adapter in {path}: {error}") from error
+        yield list(tensors.items())
+
+
+async def load(link: Link, adapter: Adapter, timeout: float) -> None:
+    """Put the adapter into a server in which nothing is being sampled; the one before leaves it. Raises EngineError, Gone."""
+    # A name of its own: an attached server may hold this version from another run.
+    name = f"turnwise-{adapter.version}-{uuid.uuid4().hex[:8]}"
+    payload = base64.b64encode(pickle.dumps(adapter.tensors)).decode()
+    told = {"lora_name": name, "config_dict": dict(adapter.config), "serialized_named_tensors": [payload] * link.ranks}
+    await link.api.post("/load_lora_adapter_from_tensors", json.dumps(told).encode(), timeout)
+    previous, link.adapter = link.adapter, name
+    if previous:
+        await link.api.post("/unload_lora_adapter", {"lora_name": previous}, timeout)
+    # Last: a version of other weights would be a lie.
+    await link.api.post("/update_weight_version", {"new_version": str(adapter.version), "abort_all_requests": False}, timeout)
+
+
+async def unload(link: Link) -> None:
+    """Take our adapter out of a server that lives on, if it has one."""
+    name, link.adapter = link.adapter, ""
+    if name:
+        with contextlib.suppress(EngineError, Gone):  # it may be gone
+            await link.api.post("/unload_lora_adapter", {"lora_name": name})
