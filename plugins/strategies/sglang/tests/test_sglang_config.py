@@ -86,6 +86,28 @@ def test_weights_come_by_what_the_devices_and_the_engine_can(
     assert backend(tmp_path, devices, **options).transports == expected
 
 
+def test_the_turns_of_a_trajectory_go_to_one_copy_and_trajectories_to_all(tmp_path: Path) -> None:
+    async def answer(request: Request, told: dict[str, Any]) -> Any:
+        copies.append(told.get("routed_dp_rank"))
+        await asyncio.sleep(0)
+
+    def asked(trajectory: int, turn: int) -> Request:
+        return Request(0, GeneratingArgs(), 4, order=(0, 0, trajectory, 0, turn), ids=int32([3]))
+
+    async def scene(**options: Any) -> None:
+        served = backend(tmp_path, **options)
+        served._answer = answer  # type: ignore[method-assign]
+        for turn in range(2):
+            await asyncio.gather(*(served.generate(asked(trajectory, turn)) for trajectory in range(4)))
+
+    copies: list[int | None] = []
+    asyncio.run(scene(dp_size=2))
+    assert copies == [0, 1, 0, 1] * 2
+    copies.clear()
+    asyncio.run(scene())
+    assert copies == [None] * 8
+
+
 def test_a_server_without_the_weights_of_the_one_before_it_is_not_sampled_from(tmp_path: Path) -> None:
     from turnwise_sglang.link import Link
 

@@ -276,6 +276,29 @@ def test_images_for_a_model_of_text_are_refused_before_anything_starts(folder: P
         asyncio.run(backend.generate(request))
 
 
+def test_the_turns_of_a_trajectory_go_to_one_copy_and_trajectories_to_all(folder: Path) -> None:
+    class Engine:
+        async def generate(self, ids: Any, sampling: Any, name: str, pictures: Any, copy: int | None) -> Answer:
+            copies.append(copy)
+            return Answer([3], [-1.0], [("0", 0, 1)], "stop")
+
+    def asked(trajectory: int, turn: int) -> Request:
+        return Request(0, GeneratingArgs(), 4, order=(0, 0, trajectory, 0, turn), ids=np.array([3], np.int32))
+
+    async def scene(count: int) -> None:
+        backend = VllmBackend(VllmConfig(engine_args={"data_parallel_size": count}), InferenceContext(folder, Letters()))  # type: ignore[arg-type]
+        backend._engine = Engine()  # type: ignore[assignment]
+        for turn in range(2):
+            await asyncio.gather(*(backend.generate(asked(trajectory, turn)) for trajectory in range(4)))
+
+    copies: list[int | None] = []
+    asyncio.run(scene(2))
+    assert copies == [0, 1, 0, 1] * 2
+    copies.clear()
+    asyncio.run(scene(1))
+    assert copies == [None] * 8
+
+
 def test_without_a_model_it_refuses_in_one_line() -> None:
     with pytest.raises(ConfigError, match="needs a model and its chat"):
         VllmBackend(VllmConfig(), InferenceContext(model=None, chat=None))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from turnwise.errors import EngineError
-from turnwise_torch.lora import ADAPTER, ADAPTER_WEIGHTS, adapter_parameters
+from turnwise_torch.lora import ADAPTER, adapter_parameters
 from turnwise_torch.models import first_line
 
 
@@ -40,14 +37,6 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in tensors.items():
             held[name].copy_(tensor)
-
-
-def read(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder in PEFT's layout. Raises EngineError."""
-    try:
-        return load_file(folder / ADAPTER_WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise EngineError(f"cannot read the adapters in {folder}: {first_line(error)}") from error
 
 
 def different(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

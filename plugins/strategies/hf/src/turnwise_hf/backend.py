@@ -28,6 +28,7 @@ from turnwise_hf.config import HfConfig
 from turnwise_hf.decoding import Row, Sampled, sample_batch
 from turnwise_hf.weights import ATTENTION, check_model, load_into, stream_into
 from turnwise_hf.worker import Worker
+from turnwise_torch.adapters import adapter_buckets
 from turnwise_torch.broadcast import Member
 from turnwise_torch.models import load_causal_lm
 from turnwise_torch.shared import lookup
@@ -288,24 +289,18 @@ class HfBackend:
                 load_into(model, Path(offer.payload["folder"]))
             else:
                 self._half_written = True
-                with self._stream(offer) as buckets:
+                read = receive if offer.transport == "shared_memory" else self._member.receive
+                # Closed early, the trainer stops sending.
+                with contextlib.closing(read(offer.payload, self._context.weight_sync_timeout)) as buckets:
                     stream_into(model, buckets)
                 self._half_written = False
             self._serving = _Serving(model, threading.Lock(), offer.version, own=True)
         return offer.version
 
-    def _stream(self, offer: Offer) -> contextlib.closing[Any]:
-        """The buckets of a streaming transport; closed early, the trainer stops sending."""
-        read = receive if offer.transport == "shared_memory" else self._member.receive
-        return contextlib.closing(read(offer.payload, self._context.weight_sync_timeout))
-
     def _take_adapters(self, model: nn.Module, offer: Offer, config: Mapping[str, Any]) -> None:
         """Adapters are small: all are read before any is written, so that an update that breaks off leaves those of the last."""
-        if offer.transport == "safetensors":
-            tensors = adapters.read(Path(offer.payload["folder"]))
-        else:
-            with self._stream(offer) as buckets:
-                tensors = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+        with contextlib.closing(adapter_buckets(offer, self._member, self._context.weight_sync_timeout)) as buckets:
+            tensors = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
         if self._adapter is None:
             adapters.inject(model, config)
             self._adapter, self._checked = dict(config), None

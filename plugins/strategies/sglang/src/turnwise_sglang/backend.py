@@ -18,6 +18,7 @@ from turnwise.contracts.inference import InferenceContext, Request
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation, int32
 from turnwise.errors import ConfigError, EngineError, listed
+from turnwise.rollout.homes import Homes
 from turnwise_sglang import lora, weights
 from turnwise_sglang.answers import Limits, StopStrings, body, continued, ended, generation, joined, number
 from turnwise_sglang.api import Gone
@@ -67,7 +68,7 @@ class SglangBackend:
         self._limits = Limits(context.sequence_length, _vocabulary(context.model), sees(context.model))
         self._images = Images(context.model)
         self._ours = not config.engine_args.get("speculative_algorithm")
-        self._links = Links(config, context)
+        self._links, self._homes = Links(config, context), Homes()
         self._member = Member(torch.device("cpu"))
         # A response in progress names its adapter, so at an update it is broken off, and goes on by naming the new one.
         self._cut = config.pause_mode == "abort" or context.lora is not None
@@ -107,12 +108,15 @@ class SglangBackend:
         if self._asleep:
             raise EngineError("the backend sleeps. Fix: wake it before sampling")
         told = body(request, self._limits, self._chat.stop_ids)
-        task = asyncio.ensure_future(self._answer(request, told))
-        self._tasks[request] = task
-        try:
-            return await task
-        finally:
-            self._tasks.pop(request, None)
+        with self._homes.of(request, range(self._config.dp_size)) as copy:
+            if self._config.dp_size > 1:
+                told["routed_dp_rank"] = copy
+            task = asyncio.ensure_future(self._answer(request, told))
+            self._tasks[request] = task
+            try:
+                return await task
+            finally:
+                self._tasks.pop(request, None)
 
     def live(self, episodes: int) -> None:
         """SGLang batches what is there at every token; it needs no count."""
@@ -147,9 +151,11 @@ class SglangBackend:
         return version
 
     async def pause(self) -> None:
-        """Stop sampling; requests are kept, by the server (`retract`) or here (`abort`, and those that come meanwhile)."""
+        """Stop sampling; requests are kept, by the server (`retract`) or here (`abort`, and those that come meanwhile). A server that is not
+        up yet is started: it takes longer than an offer of weights may wait."""
         self._awake.clear()
-        if (link := self._links.current) is not None and not link.lost:
+        link = self._links.current or await self._links.get()
+        if not link.lost:
             await self._pause(link)
 
     async def resume(self) -> None:

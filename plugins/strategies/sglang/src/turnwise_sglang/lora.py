@@ -7,14 +7,11 @@ import contextlib
 import json
 import pickle
 import uuid
-from collections.abc import Generator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from turnwise.contracts.inference import InferenceContext
@@ -23,8 +20,9 @@ from turnwise.errors import EngineError
 from turnwise_sglang.api import Gone
 from turnwise_sglang.config import SglangConfig
 from turnwise_sglang.images import sees
+from turnwise_torch.adapters import adapter_buckets
 from turnwise_torch.broadcast import Member
-from turnwise_torch.stream import Bucket, receive
+from turnwise_torch.stream import Bucket
 
 if TYPE_CHECKING:
     from turnwise_sglang.link import Link
@@ -61,13 +59,10 @@ def read(offer: Offer, member: Member, dtype: torch.dtype, timeout: float, known
     """
     assert offer.adapter is not None
     tensors: dict[str, Tensor] = {}
-    buckets = _buckets(offer, member, timeout)
-    try:
+    with contextlib.closing(adapter_buckets(offer, member, timeout)) as buckets:
         for bucket in buckets:
             _check(bucket, offer.adapter["r"], known)
             tensors |= {name: tensor.to(device="cpu", dtype=dtype, copy=True) for name, tensor in bucket}
-    finally:
-        buckets.close()
     if not tensors:
         raise EngineError("weight update: the trainer offers an adapter without tensors")
     # The modules by name: SGLang takes neither a regular expression nor whole paths.
@@ -85,20 +80,6 @@ def _check(bucket: Bucket, rank: int, known: Mapping[str, tuple[int, ...]]) -> N
         shape = (rank, whole[1]) if part == "A.weight" else (whole[0], rank)
         if tuple(tensor.shape) != shape:
             raise EngineError(f"weight update: {name!r} has shape {tuple(tensor.shape)}, rank {rank} of {module}.weight is {shape}")
-
-
-def _buckets(offer: Offer, member: Member, timeout: float) -> Generator[Bucket, None, None]:
-    if offer.transport == "shared_memory":
-        yield from receive(offer.payload, timeout)
-    elif offer.transport == "process_group":
-        yield from member.receive(offer.payload, timeout)
-    else:
-        path = Path(offer.payload["folder"]) / "adapter_model.safetensors"
-        try:
-            tensors = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise EngineError(f"cannot read the adapter in {path}: {error}") from error
-        yield list(tensors.items())
 
 
 async def load(link: Link, adapter: Adapter, timeout: float) -> None:

@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -223,7 +223,7 @@ class Member:
         self._name = ""
         self._group: Any = None
 
-    def receive(self, payload: Mapping[str, Any], timeout: float) -> Iterator[Bucket]:
+    def receive(self, payload: Mapping[str, Any], timeout: float) -> Generator[Bucket, None, None]:
         """The sender's buckets, one after the other; tensors on the device by NCCL, on the CPU by gloo, and the receiver's own.
 
         Raises EngineError: the trainer is gone, or was silent for `timeout` seconds. Ending the iteration early ends the sender's work too.

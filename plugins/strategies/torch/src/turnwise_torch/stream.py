@@ -20,7 +20,7 @@ import socket
 import struct
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,7 +145,7 @@ class Sender:
         self._memory.close()
 
 
-def receive(payload: Mapping[str, Any], timeout: float) -> Iterator[Bucket]:
+def receive(payload: Mapping[str, Any], timeout: float) -> Generator[Bucket, None, None]:
     """The sender's buckets, one after the other. Tensors are CPU views of shared memory, valid until the next one is asked for.
 
     Raises EngineError: the sender is gone or was silent for `timeout` seconds. Ending the iteration early ends the sender's work too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -35,21 +36,15 @@ class Folder:
         """The adapters of an offer, by whatever transport they come; blocks. Raises EngineError: the trainer is gone, or silent for `timeout` s."""
         if offer.transport == "safetensors":
             return Path(offer.payload["folder"])
+        import torch
+
+        from turnwise_torch.adapters import adapter_buckets
+        from turnwise_torch.broadcast import Member
         from turnwise_torch.lora import write_adapter
 
-        if offer.transport == "process_group":
-            import torch
-
-            from turnwise_torch.broadcast import Member
-
-            self._member = self._member or Member(torch.device("cpu"))
-            buckets = self._member.receive(offer.payload, timeout)
-        else:
-            from turnwise_torch.stream import receive
-
-            buckets = receive(offer.payload, timeout)
-        # Copies: what is received lives until the next bucket comes.
-        tensors = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+        self._member = self._member or Member(torch.device("cpu"))
+        with contextlib.closing(adapter_buckets(offer, self._member, timeout)) as buckets:
+            tensors = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
         if not tensors:
             raise EngineError("the weight update holds no adapters")
         self._path = self._path or Path(tempfile.mkdtemp(prefix="turnwise-vllm-adapters-"))

@@ -14,6 +14,7 @@ from turnwise.contracts.inference import InferenceContext, Request
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation
 from turnwise.errors import ConfigError, EngineError, listed
+from turnwise.rollout.homes import Homes
 from turnwise_vllm.adapters import Folder
 from turnwise_vllm.arguments import cpu_build, model_facts, problems, replicas, sees
 from turnwise_vllm.config import VllmConfig
@@ -51,6 +52,7 @@ class VllmBackend:
         # Each worker reads weights for itself; adapters are read here, for all of them.
         self.receivers = config.devices_per_engine * replicas(config, context) if context.lora is None else 1
         self._adapters = Folder() if context.lora is not None else None
+        self._copies, self._homes = replicas(config, context), Homes()
         self._engine: Engine | None = None
         self._starting: asyncio.Task[Engine] | None = None
         self._running: dict[Request, asyncio.Task[Any]] = {}
@@ -81,16 +83,18 @@ class VllmBackend:
             )
         engine = await self._started()
         fields = sampling(request, self._longest - len(ids), self._chat.stop_ids)
-        task = asyncio.ensure_future(engine.generate(ids.tolist(), fields, f"turnwise-{id(self)}-{next(self._names)}", pictures))
-        self._running[request] = task
-        try:
-            answer = await task
-        except asyncio.CancelledError:
-            self._refuse()  # cancelled from here, because nothing more is served
-            raise
-        finally:
-            self._running.pop(request, None)
-            task.cancel()
+        with self._homes.of(request, range(self._copies)) as copy:
+            name = f"turnwise-{id(self)}-{next(self._names)}"
+            task = asyncio.ensure_future(engine.generate(ids.tolist(), fields, name, pictures, copy if self._copies > 1 else None))
+            self._running[request] = task
+            try:
+                answer = await task
+            except asyncio.CancelledError:
+                self._refuse()  # cancelled from here, because nothing more is served
+                raise
+            finally:
+                self._running.pop(request, None)
+                task.cancel()
         return generation(answer, request, self._chat, self._config.logprobs_mode)
 
     def live(self, episodes: int) -> None:

@@ -30,8 +30,8 @@ class Engine(Protocol):
         """Start it, or find it."""
         ...
 
-    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture]) -> Answer:
-        """Sample one response; cancelling aborts it."""
+    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture], copy: int | None) -> Answer:
+        """Sample one response with the data parallel copy of that number (None: there is one); cancelling aborts it."""
         ...
 
     async def control(self, step: str, **arguments: Any) -> Any:
@@ -64,9 +64,9 @@ class LocalEngine:
         except TimeoutError as error:
             raise EngineError(f"vLLM did not start within start_timeout = {self._config.start_timeout:g} s. Fix: raise start_timeout") from error
 
-    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture]) -> Answer:
+    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture], copy: int | None) -> Answer:
         """Raises EngineError."""
-        return await self._run(self._generate(ids, sampling, name, pictures), self._config.request_timeout)
+        return await self._run(self._generate(ids, sampling, name, pictures, copy), self._config.request_timeout)
 
     async def control(self, step: str, **arguments: Any) -> Any:
         """Raises EngineError."""
@@ -128,14 +128,14 @@ class LocalEngine:
             await llm.collective_rpc("prepare_pipeline")
         return llm
 
-    async def _generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture]) -> Answer:
+    async def _generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture], copy: int | None) -> Answer:
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         chosen = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
         lora = LoRARequest(adapters.NAME, adapters.NUMBER, self._adapters) if self._adapters else None
         final = None
-        async for output in self._llm.generate(engine_input(ids, pictures), chosen, name, lora_request=lora):
+        async for output in self._llm.generate(engine_input(ids, pictures), chosen, name, lora_request=lora, data_parallel_rank=copy):
             final = output
         if final is None:
             raise EngineError("vLLM ended a request without an answer")

@@ -68,14 +68,15 @@ class ServedEngine:
             if cpu_build() and self._config.pipeline_parallel_size > 1:
                 await self._post("/collective_rpc", {"method": "prepare_pipeline"}, _PROBE)
 
-    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture]) -> Answer:
+    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture], copy: int | None) -> Answer:
         """Raises EngineError. Cancelling closes the connection, and the server drops the request."""
         body: dict[str, Any] = {"request_id": name, "token_ids": ids, "sampling_params": sampling}
         if pictures:
             body["features"] = await asyncio.to_thread(features, pictures)
         if self._context.lora is not None:
             body["model"] = adapters.NAME
-        told = await self._post("/inference/v1/generate", body, self._config.request_timeout)
+        headers = {} if copy is None else {"X-data-parallel-rank": str(copy)}
+        told = await self._post("/inference/v1/generate", body, self._config.request_timeout, headers)
         choice = told["choices"][0]
         logprobs = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or ()]
         spans = [_span(span) for span in choice["weight_versions"] or ()]
@@ -156,10 +157,10 @@ class ServedEngine:
     async def _get(self, path: str, timeout: float) -> Any:
         return await self._ask("GET", path, None, timeout)
 
-    async def _post(self, path: str, body: Any, timeout: float) -> Any:
-        return await self._ask("POST", path, body, timeout)
+    async def _post(self, path: str, body: Any, timeout: float, headers: Mapping[str, str] | None = None) -> Any:
+        return await self._ask("POST", path, body, timeout, headers)
 
-    async def _ask(self, method: str, path: str, body: Any, timeout: float) -> Any:
+    async def _ask(self, method: str, path: str, body: Any, timeout: float, headers: Mapping[str, str] | None = None) -> Any:
         import aiohttp
 
         if self._session is None:
@@ -167,7 +168,8 @@ class ServedEngine:
         if self._lost:
             raise EngineLost(self._lost)  # what answers at its address by now has other weights
         try:
-            async with self._session.request(method, self._address + path, json=body, timeout=aiohttp.ClientTimeout(timeout)) as answer:
+            limit = aiohttp.ClientTimeout(timeout)
+            async with self._session.request(method, self._address + path, json=body, headers=headers, timeout=limit) as answer:
                 text = await answer.text()
                 status = answer.status
         except TimeoutError as error:
