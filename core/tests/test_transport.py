@@ -13,7 +13,7 @@ from turnwise.contracts.inference import receivers
 from turnwise.contracts.train import Offer
 from turnwise.errors import EngineError, TrainerError
 from turnwise.pipeline import transport
-from turnwise.pipeline.transport import choose, deliver
+from turnwise.pipeline.transport import choose, deliver, update
 
 OFFERED = ("shared", "shared_memory", "process_group", "safetensors")
 ON_GPUS = ("process_group", "shared_memory", "safetensors")
@@ -71,9 +71,11 @@ class Side:
     def __init__(self, send: Any = None, receive: Any = 7) -> None:
         self.does = {"send": send, "receive": receive}
         self.given_up: list[str] = []
+        self.calls: list[str] = []
 
-    async def call(self, method: str, offer: Offer) -> Any:
-        answer = self.does[method]
+    async def call(self, method: str, *args: Any) -> Any:
+        self.calls.append(method)
+        answer = Offer(*args[:2]) if method == "offer" else self.does.get(method)
         if isinstance(answer, Exception):
             raise answer
         if answer == "wait":
@@ -86,6 +88,12 @@ class Side:
 
     async def receive(self, offer: Offer) -> Any:
         return await self.call("receive", offer)
+
+    async def pause(self) -> None:
+        await self.call("pause")
+
+    async def resume(self) -> None:
+        await self.call("resume")
 
 
 def passed(side: Side) -> int:
@@ -121,3 +129,24 @@ def test_a_side_whose_other_failed_is_given_up_after_a_moment(side: Side, error:
 def test_when_both_fail_the_first_is_told() -> None:
     with pytest.raises(EngineError, match="no room"):
         passed(Side(send=EngineError("no room"), receive=EngineError("the trainer stopped sending")))
+
+
+def test_nothing_is_offered_before_the_backend_has_paused() -> None:
+    side = Side()
+    asyncio.run(update(side, side, "any", 7, pausing=60, passing=60))
+    assert side.calls == ["pause", "offer", "send", "receive", "resume"]
+
+
+@pytest.mark.parametrize(
+    ("does", "error"),
+    [
+        ({"pause": "wait"}, "did not pause for version 7 within runtime_timeout = 0.05 s"),
+        ({"send": "wait"}, "the weight update to version 7 took over weight_sync_timeout = 0.1 s"),
+        ({"receive": 6}, "serves version 6 after the weight update to 7"),
+    ],
+)
+def test_an_update_ends_in_time_and_with_the_right_version(does: dict[str, Any], error: str) -> None:
+    side = Side()
+    side.does |= does
+    with pytest.raises(EngineError, match=error):
+        asyncio.run(update(side, side, "any", 7, pausing=0.05, passing=0.1))

@@ -91,7 +91,7 @@ class InferenceBackend(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Stop sampling between two tokens; requests are kept."""
+        """Stop sampling between two tokens; requests are kept. Weights may be offered next, so an engine that is not up is started."""
         ...
 
     async def resume(self) -> None:

@@ -18,12 +18,11 @@ from turnwise.config.schema import Role, RunConfig
 from turnwise.contracts.batch_adjust import AdjustContext, BatchAdjust
 from turnwise.contracts.estimator import EstimatorContext
 from turnwise.contracts.group_filter import FilterContext
-from turnwise.contracts.inference import receivers
 from turnwise.data.batch import Batch, build_batch
 from turnwise.data.ops import trains
 from turnwise.data.rows import UpdateResult
 from turnwise.data.trajectory import Trajectory
-from turnwise.errors import CheckpointError, EngineError, TurnwiseError
+from turnwise.errors import CheckpointError, TurnwiseError
 from turnwise.pipeline import advantages, assembly, checkpoint, correction, frames, guards, metrics, mock, report, transport
 from turnwise.pipeline.old_logprobs import OldLogProbs
 from turnwise.pipeline.residence import OwnReference, Residence
@@ -290,18 +289,11 @@ class Pipeline:
         return {"critic/kl": kl, "critic/kl_coef": used}
 
     async def _sync(self, version: int) -> None:
-        """Weights of `version` from the trainer to the backend; the version is verified."""
-        timeout = self.config.actor_infer.weight_sync_timeout
-        try:
-            async with asyncio.timeout(timeout):
-                await self.backend.pause()  # before the readers are counted: an engine that died meanwhile is noticed here
-                offer = await self.actor.call("offer", self.transport, version, receivers(self.backend, self.transport))
-                now = await transport.deliver(self.actor, self.backend, offer)
-                await self.backend.resume()
-        except TimeoutError as error:
-            raise EngineError(f"the weight update to version {version} took over weight_sync_timeout = {timeout:g} s") from error
-        if now != version:
-            raise EngineError(f"the backend serves version {now} after the weight update to {version}")
+        """Weights of `version` from the trainer to the backend."""
+        config = self.config
+        await transport.update(
+            self.actor, self.backend, self.transport, version, pausing=config.runtime_timeout, passing=config.actor_infer.weight_sync_timeout
+        )
 
     def _evaluates(self, step: int) -> bool:
         return self.evaluator is not None and step % (self.config.eval_steps or 1) == 0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from turnwise.config.schema import RunConfig
+from turnwise.contracts.inference import receivers
 from turnwise.contracts.train import Offer
 from turnwise.errors import EngineError
 
@@ -32,6 +33,28 @@ def choose(config: RunConfig, offered: Sequence[str], taken: Sequence[str], one_
         f"actor_train offers weights by {list(offered)}, actor_infer takes {list(taken)}: no common transport. "
         "Fix: choose a backend that can be trained; players serve `turnwise rollout` and `turnwise eval` only."
     )
+
+
+async def update(trainer: Any, backend: Any, transport: str, version: int, *, pausing: float, passing: float) -> None:
+    """Weights of `version` from the trainer to the backend, between two tokens; the version is verified.
+
+    Raises EngineError or TrainerError; also when the backend needs more than `pausing` seconds to pause, or the weights more than `passing`.
+    """
+    try:
+        async with asyncio.timeout(pausing):
+            # Before an offer waits for its readers, and before they are counted: an engine that is not up starts here, one that died is noticed.
+            await backend.pause()
+    except TimeoutError as error:
+        raise EngineError(f"the backend did not pause for version {version} within runtime_timeout = {pausing:g} s") from error
+    try:
+        async with asyncio.timeout(passing):
+            offer = await trainer.call("offer", transport, version, receivers(backend, transport))
+            now = await deliver(trainer, backend, offer)
+            await backend.resume()
+    except TimeoutError as error:
+        raise EngineError(f"the weight update to version {version} took over weight_sync_timeout = {passing:g} s") from error
+    if now != version:
+        raise EngineError(f"the backend serves version {now} after the weight update to {version}")
 
 
 async def deliver(trainer: Any, backend: Any, offer: Offer) -> int:
