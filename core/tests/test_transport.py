@@ -150,3 +150,4 @@ def test_an_update_ends_in_time_and_with_the_right_version(does: dict[str, Any],
     side.does |= does
     with pytest.raises(EngineError, match=error):
         asyncio.run(update(side, side, "any", 7, pausing=0.05, passing=0.1))
+    assert ("resume" in side.calls) == ("pause" not in does), "an attached engine would stay paused"

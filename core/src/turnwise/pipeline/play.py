@@ -83,7 +83,8 @@ async def _opponent(config: RunConfig, base: Path, player: Choice | None, model:
         config = evolve(config, actor_infer=evolve(config.actor_infer, device_mapping=()))
     plan = assembly.role_plan(config, "actor_infer", folder, chat)
     os.environ.update(plan.environment)
-    backend: InferenceBackend = registry().build(plan.kind, plan.implementation, plan.config, plan.context)
+    context = evolve(plan.context, lora=None)  # nobody sends adapters here: they are in the exported weights
+    backend: InferenceBackend = registry().build(plan.kind, plan.implementation, plan.config, context)
     return backend, chat
 
 

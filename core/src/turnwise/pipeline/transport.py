@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,8 +52,13 @@ async def update(trainer: Any, backend: Any, transport: str, version: int, *, pa
             offer = await trainer.call("offer", transport, version, receivers(backend, transport))
             now = await deliver(trainer, backend, offer)
             await backend.resume()
-    except TimeoutError as error:
-        raise EngineError(f"the weight update to version {version} took over weight_sync_timeout = {passing:g} s") from error
+    except Exception as error:
+        with contextlib.suppress(Exception):  # the failure is told; what was attached to goes on without us
+            async with asyncio.timeout(GRACE_SECONDS):
+                await backend.resume()
+        if isinstance(error, TimeoutError):
+            raise EngineError(f"the weight update to version {version} took over weight_sync_timeout = {passing:g} s") from error
+        raise
     if now != version:
         raise EngineError(f"the backend serves version {now} after the weight update to {version}")
 

@@ -31,7 +31,7 @@ def source(cache: Path, seed: int = 0) -> HfModelSource:
 
 
 @pytest.mark.parametrize("tokenizer", ["word", "byte_bpe"])
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen3_moe", "llama"])
 def test_a_recipe_gives_a_folder_that_transformers_loads_with_the_same_tokens(make: Callable[..., Path], architecture: str, tokenizer: str) -> None:
     folder = make(architecture=architecture, tokenizer=tokenizer, vocab_size=300)
     assert folder_problems(folder) == []
@@ -45,6 +45,15 @@ def test_a_recipe_gives_a_folder_that_transformers_loads_with_the_same_tokens(ma
     ids = HfModelSource(None, ModelSourceContext(cache=folder)).chat(folder)._encode(text)  # type: ignore[attr-defined]
     assert loaded(text, add_special_tokens=False)["input_ids"] == ids.tolist()
     assert loaded.decode(ids) == text
+
+
+def test_a_recipe_with_experts_has_those_that_it_names(make: Callable[..., Path]) -> None:
+    config = AutoModelForCausalLM.from_pretrained(make(architecture="qwen3_moe")).config
+    assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size, config.norm_topk_prob) == (4, 2, 32, True)
+    chosen = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 24}
+    model = AutoModelForCausalLM.from_pretrained(make(architecture="qwen3_moe", **chosen))
+    assert {key: getattr(model.config, key) for key in chosen} == chosen
+    assert model.state_dict()["model.layers.0.mlp.experts.gate_up_proj"].shape == (3, 48, 32)
 
 
 def test_equal_seeds_give_equal_weights_and_leave_the_global_random_state_alone(tmp_path: Path) -> None:
@@ -123,7 +132,9 @@ def test_a_custom_chat_template_brings_its_special_tokens(make: Callable[..., Pa
     ("recipe", "message"),
     [
         ({"hiden_size": 8}, r"unknown key 'hiden_size'\. Did you mean 'hidden_size'\?"),
-        ({"architecture": "qwen"}, r"architecture: 'qwen' is not one of llama, qwen2, qwen2_5_vl, qwen3\. Did you mean 'qwen"),
+        ({"architecture": "qwen"}, r"architecture: 'qwen' is not one of llama, qwen2, qwen2_5_vl, qwen3, qwen3_moe\. Did you mean 'qwen"),
+        ({"architecture": "qwen3_moe", "num_experts": 1}, "num_experts_per_tok 2 is more than num_experts 1"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size: 0 is not a positive integer"),
         ({"num_layers": 0}, "num_layers: 0 is not a positive integer"),
         ({"num_layers": True}, "num_layers: True is not a positive integer"),
         ({"hidden_size": "64"}, "hidden_size: '64' is not a positive integer"),

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, Qwen2Config
 
 from turnwise.errors import EngineError
-from turnwise_hf.weights import check_model, load_into
+from turnwise_hf.weights import check_model, load_into, stream_into
 from turnwise_torch.models import load_causal_lm
+from turnwise_torch.stream import buckets
 
 
 def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -131,3 +132,80 @@ def test_logits_changed_after_the_head_are_noticed() -> None:
     model.forward = capped
     with pytest.raises(EngineError, match="differs from the model's own forward pass"):
         check_model(model)
+
+
+# --- experts
+
+
+@pytest.fixture
+def pair(make: Callable[..., Path]) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """A model with experts, another of its shape, and what transformers saved of the other."""
+    folders = [make(architecture="qwen3_moe", tie_word_embeddings=False, seed=seed) for seed in (0, 8)]
+    ours, other = (load_causal_lm(folder, "fp32", "sdpa") for folder in folders)
+    return ours, other, load_file(folders[1] / "model.safetensors")
+
+
+@pytest.mark.parametrize("size", [1, 10**9])
+def test_experts_that_stream_one_by_one_are_put_into_the_fused_tensors_in_place(pair: Any, size: int) -> None:
+    model, other, saved = pair
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in saved
+    stream_into(model, buckets(((name, saved[name]) for name in sorted(saved, reverse=True)), size))
+    assert equal(state(model), state(other))
+    assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
+
+
+def test_fused_experts_are_taken_too(pair: Any, tmp_path: Path) -> None:
+    model, other, _ = pair
+    before, fused = state(model), state(other)
+    assert "model.layers.1.mlp.experts.gate_up_proj" in fused
+    stream_into(model, buckets(fused.items(), 1))
+    assert equal(state(model), fused)
+    save_file(before, tmp_path / "model.safetensors")
+    load_into(model, tmp_path)
+    assert equal(state(model), before)
+
+
+def test_experts_of_a_layer_that_files_share_out_are_read_together(pair: Any, tmp_path: Path) -> None:
+    model, other, saved = pair
+    index = {name: f"model-{number % 3}.safetensors" for number, name in enumerate(saved)}
+    for file in set(index.values()):
+        save_file({name: tensor for name, tensor in saved.items() if index[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    load_into(model, tmp_path)
+    assert equal(state(model), state(other))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        ({"3.up_proj": None}, r"lack 1 of the model's tensors, such as 'model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight'"),
+        ({"gate_proj": None, "up_proj": None}, r"lack 8 of the model's tensors, such as 'model\.layers\.1\.mlp\.experts\.0\.gate_proj\.weight'"),
+        ({"2.down_proj": torch.ones(3)}, r"'model\.layers\.1\.mlp\.experts\.2\.down_proj\.weight' of shape \(3,\), the model"),
+    ],
+)
+def test_experts_that_are_missing_or_of_another_shape_are_told_by_the_name_of_one(
+    pair: Any, tmp_path: Path, harm: dict[str, Any], message: str
+) -> None:
+    model, _, saved = pair
+    before = state(model)
+    for name in [name for name in saved if ".1.mlp.experts." in name]:
+        for part, instead in harm.items():
+            if name.endswith(f".{part}.weight"):
+                saved[name] = instead
+    saved = {name: tensor for name, tensor in saved.items() if tensor is not None}
+    with pytest.raises(EngineError, match=message):
+        stream_into(model, buckets(saved.items(), 1))
+    model.load_state_dict(before)
+    save_file(saved, tmp_path / "model.safetensors")
+    with pytest.raises(EngineError, match=message):
+        load_into(model, tmp_path)
+    assert equal(state(model), before)
+
+
+def test_experts_that_come_in_several_buckets_are_refused(pair: Any) -> None:
+    model, _, saved = pair
+    with pytest.raises(
+        EngineError, match=r"lack 3 of the model's tensors, such as '.*experts\.1\.down_proj\.weight' beside '.*experts\.0\.down_proj\.weight'"
+    ):
+        stream_into(model, [[(name, saved[name])] for name in sorted(saved)])

@@ -165,6 +165,17 @@ def test_a_run_whose_driver_was_killed_goes_on_as_if_it_had_not_been(run: Run, t
     run.left_nothing(20)
 
 
+def test_a_sampler_of_experts_has_the_weights_of_the_ranks_that_share_them(run: Run) -> None:
+    recipe = "pretrain.recipe={architecture: qwen3_moe, num_layers: 2, hidden_size: 16, num_heads: 2, tokenizer: word, initializer_range: 0.1}"
+    chosen = "actor_train.strategy_args={strategy_name: megatron_train, strategy_config: {expert_model_parallel_size: 2}}"
+    run.whole("train", "run.yaml", recipe, chosen, "max_steps=3", "actor_train.training_args.learning_rate=0.1")
+    lines = run.metrics()
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert max(line["correction/log_prob_diff/max"] for line in lines) < 1e-4, lines
+    assert max(line["policy/grad_norm"] for line in lines[:2]) > 0.01  # the weights moved: old ones would tell
+    run.left_nothing(20)
+
+
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_rank_without_memory_is_told_at_once_though_the_others_wait_for_it(run: Run, trainer: str) -> None:
     (run.folder / "short.py").write_text(SHORT_OF_MEMORY)

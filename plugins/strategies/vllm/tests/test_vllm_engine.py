@@ -213,6 +213,16 @@ def test_one_seed_gives_the_same_tokens_alone_and_among_others(lab: Any) -> None
     assert other.ids.tolist() != together[0].ids.tolist()
 
 
+def test_a_prompt_that_is_read_in_parts_gives_the_tokens_of_its_seed(make_lab: Callable[..., Any]) -> None:
+    lab = make_lab({"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 16})
+    try:
+        requests = [lab.request(seed, prompt=seed, length=12, temperature=1.0) for seed in range(6)]
+        together = lab.ask(*requests)  # 72 tokens of prompts, of which 16 are read at a time
+        assert [answer.ids.tolist() for answer in together] == [lab.ask(request)[0].ids.tolist() for request in requests]
+    finally:
+        lab.close()
+
+
 def test_a_response_ends_at_the_chats_stop_token_a_stop_string_or_its_length(lab: Any, models: Models) -> None:
     lab.serve(models(1))
     stop_ids, chat = lab.context.chat.stop_ids, lab.context.chat

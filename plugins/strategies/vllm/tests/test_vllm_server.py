@@ -106,6 +106,39 @@ def test_a_server_that_does_not_fit_the_run_is_told_with_the_options_it_needs(ru
     runner.run(backend.close())
 
 
+def test_a_server_of_other_sizes_is_told_with_both(runner: asyncio.Runner, attached: Any) -> None:
+    from turnwise_vllm.backend import VllmBackend
+
+    backend = VllmBackend(evolve(attached._config, engine_args={"data_parallel_size": 2}), attached._context)
+    with pytest.raises(ConfigError, match=r"has data_parallel_size 1, the configuration 2\. Fix: write the server's"):
+        runner.run(backend.pause())
+    runner.run(backend.close())
+
+
+def test_a_connection_that_breaks_off_fails_its_request_alone(runner: asyncio.Runner, attached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import aiohttp
+
+    from turnwise_vllm.fixtures import backend_fixture
+
+    runner.run(attached._started())
+    session, broken = attached._engine._session, []
+
+    class Once:
+        async def __aenter__(self) -> Any:
+            broken.append(1)
+            raise aiohttp.ServerDisconnectedError
+
+        async def __aexit__(self, *error: object) -> None: ...
+
+    real = session.request
+    monkeypatch.setattr(session, "request", lambda method, url, **more: real(method, url, **more) if broken else Once())
+    request = backend_fixture()["request"](0)
+    with pytest.raises(EngineError, match="the vLLM server broke off /inference/v1/generate") as told:
+        runner.run(attached.generate(request))
+    assert not isinstance(told.value, EngineLost)
+    assert len(runner.run(attached.generate(request)).ids)
+
+
 def test_an_address_where_nobody_answers_is_told_at_once(runner: asyncio.Runner, attached: Any) -> None:
     from turnwise_vllm.backend import VllmBackend
     from turnwise_vllm.server import free_port

@@ -9,7 +9,7 @@ from attrs import define, field, fields, frozen
 
 from turnwise.errors import ConfigError, did_you_mean, listed
 
-Architecture = Literal["qwen2", "qwen3", "llama", "qwen2_5_vl"]
+Architecture = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "qwen2_5_vl"]
 TokenizerKind = Literal["word", "byte_bpe"]
 SPECIAL_TOKENS = 3
 """<|endoftext|>, <|im_start|>, <|im_end|>: the special tokens that every byte-level tokenizer of a recipe has."""
@@ -27,7 +27,8 @@ class Recipe:
     """A tiny model made locally. Sizes as transformers names them: `num_kv_heads` None = `num_heads`, `intermediate_size` None = three
     times `hidden_size`, `seed` None = the run's seed. `vocab_size` is that of `byte_bpe`; a `word` tokenizer is as large as the texts need.
     `chat_template`: a Jinja template in place of ChatML's. `qwen2_5_vl` sees images of at most `max_pixels`, one token per 28 × 28, by a vision
-    tower of as many layers and the same width."""
+    tower of as many layers and the same width. In every layer of `qwen3_moe` each token is computed by `num_experts_per_tok` of `num_experts` MLPs
+    of width `moe_intermediate_size`, None = `hidden_size`."""
 
     architecture: Architecture = "qwen2"
     hidden_size: int = 64
@@ -43,10 +44,13 @@ class Recipe:
     vocab_size: int = 512
     chat_template: str | None = field(default=None, repr=False)
     max_pixels: int = 28 * 28 * 16
+    num_experts: int = 4
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int | None = None
 
 
-_INTEGERS = ("hidden_size", "num_layers", "num_heads", "max_position_embeddings", "vocab_size", "max_pixels")
-_OPTIONAL_INTEGERS = ("num_kv_heads", "intermediate_size")
+_INTEGERS = ("hidden_size", "num_layers", "num_heads", "max_position_embeddings", "vocab_size", "max_pixels", "num_experts", "num_experts_per_tok")
+_OPTIONAL_INTEGERS = ("num_kv_heads", "intermediate_size", "moe_intermediate_size")
 
 
 def recipe_from(pretrain: Mapping[str, Any]) -> Recipe:
@@ -97,6 +101,8 @@ def _relation_problems(recipe: Recipe) -> list[str]:
         problems.append(f"pretrain.recipe.max_pixels: {recipe.max_pixels} is less than one token's 28 × 28")
     if recipe.architecture == "qwen2_5_vl" and recipe.hidden_size // recipe.num_heads % 4:
         problems.append(f"pretrain.recipe: hidden_size {recipe.hidden_size} / num_heads {recipe.num_heads} must be a multiple of 4 for qwen2_5_vl")
+    if recipe.num_experts_per_tok > recipe.num_experts:
+        problems.append(f"pretrain.recipe: num_experts_per_tok {recipe.num_experts_per_tok} is more than num_experts {recipe.num_experts}")
     smallest = 256 + SPECIAL_TOKENS
     if recipe.tokenizer == "byte_bpe" and recipe.vocab_size < smallest:
         problems.append(f"pretrain.recipe.vocab_size: {recipe.vocab_size} is below {smallest}, all bytes and the special tokens")

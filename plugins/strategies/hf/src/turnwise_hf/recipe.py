@@ -24,6 +24,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -37,6 +39,7 @@ from turnwise_torch.models import quiet
 _ARCHITECTURES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
 }
@@ -105,8 +108,11 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -
         "pad_token_id": tokenizer.pad_token_id,
         "dtype": "float32",
     }
-    if recipe.architecture == "qwen3":
+    if recipe.architecture in ("qwen3", "qwen3_moe"):
         options["head_dim"] = recipe.hidden_size // recipe.num_heads
+    if recipe.architecture == "qwen3_moe":
+        options |= {"num_experts": recipe.num_experts, "num_experts_per_tok": recipe.num_experts_per_tok, "norm_topk_prob": True}
+        options["moe_intermediate_size"] = recipe.moe_intermediate_size or recipe.hidden_size
     if recipe.architecture == "qwen2_5_vl":
         options = _with_vision(recipe, options, tokenizer)
     with torch.random.fork_rng(devices=[]):

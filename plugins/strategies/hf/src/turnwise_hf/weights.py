@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import nn
 from turnwise.errors import EngineError, listed
 from turnwise_hf.decoding import decode, prefill
 from turnwise_hf.folder import weight_files
-from turnwise_torch.stream import Bucket
+from turnwise_torch.experts import CheckpointForm
+from turnwise_torch.stream import Bucket, units
 
 ATTENTION = ("sdpa", "eager")
 """The attention implementations that take a mask per row."""
@@ -54,17 +56,17 @@ def load_into(model: nn.Module, folder: Path) -> None:
 
     Nothing is written before all names and shapes are verified. A tied tensor may come under any one of its names.
     """
-    state = model.state_dict()
+    state, form = model.state_dict(), CheckpointForm(model)
     files = weight_files(folder)
     if not files or not all(path.is_file() for path in files):
         raise EngineError(f"no safetensors weights of a whole model in {folder}. Fix: export the model again")
     try:
         shapes = {name: (path, shape) for path in files for name, shape in _shapes(path)}
-        _verify(state, {name: shape for name, (_, shape) in shapes.items()}, folder)
-        for path in files:
-            with safe_open(str(path), framework="pt") as weights, torch.no_grad():
-                for name in weights.keys():  # noqa: SIM118 - no mapping
-                    state[name].copy_(weights.get_tensor(name))
+        _verify(state, form, {name: shape for name, (_, shape) in shapes.items()}, folder)
+        for bucket in units(_read(sorted((name, path) for name, (path, _) in shapes.items()))):
+            with torch.no_grad():
+                for name, tensor in form.own(bucket):
+                    state[name].copy_(tensor)
     except (OSError, SafetensorError) as error:
         raise EngineError(f"cannot read the weights in {folder}: {error}") from error
 
@@ -72,21 +74,32 @@ def load_into(model: nn.Module, folder: Path) -> None:
 def stream_into(model: nn.Module, buckets: Iterable[Bucket]) -> None:
     """Copy a stream of weights into `model`, in place, cast to its dtype. Raises EngineError.
 
-    Tensors are written as they come: one that the model does not have, of another shape, or missing at the end leaves a model that must
-    not serve.
+    Experts come one by one, as in checkpoints, a layer's in one bucket, or as transformers fuses them. Tensors are written as they come: one
+    that the model does not have, of another shape, or missing at the end leaves a model that must not serve.
     """
-    state = model.state_dict()
+    state, form = model.state_dict(), CheckpointForm(model)
     missing = set(state)
     for bucket in buckets:
         for name, tensor in bucket:
-            if name not in state or state[name].shape != tensor.shape:
-                has = f"one of shape {tuple(state[name].shape)}" if name in state else "none of that name"
+            if form.shapes.get(name) != tensor.shape:
+                has = f"one of shape {tuple(form.shapes[name])}" if name in form.shapes else "none of that name"
                 raise EngineError(f"the trainer sent {name!r} of shape {tuple(tensor.shape)}, the model has {has}. Fix: one pretrain for both")
-            with torch.no_grad():
+        with torch.no_grad():
+            for name, tensor in form.own(bucket):
                 state[name].copy_(tensor)
-            missing.discard(name)
-    if missing:
-        raise EngineError(f"the trainer's weights lack {len(missing)} of the model's tensors, such as {min(missing)!r}")
+                missing.discard(name)
+    if lacking := {part for name in missing for part in form.needs[name]}:
+        raise EngineError(f"the trainer's weights lack {len(lacking)} of the model's tensors, such as {min(lacking)!r}")
+
+
+def _read(places: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of several files in the order of `places`, one at a time."""
+    with contextlib.ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+        for name, path in places:
+            if path not in opened:
+                opened[path] = stack.enter_context(safe_open(str(path), framework="pt"))
+            yield name, opened[path].get_tensor(name)
 
 
 def _shapes(path: Path) -> list[tuple[str, tuple[int, ...]]]:
@@ -94,12 +107,13 @@ def _shapes(path: Path) -> list[tuple[str, tuple[int, ...]]]:
         return [(name, tuple(weights.get_slice(name).get_shape())) for name in weights.keys()]  # noqa: SIM118 - no mapping
 
 
-def _verify(state: dict[str, torch.Tensor], offered: dict[str, tuple[int, ...]], folder: Path) -> None:
-    if unknown := offered.keys() - state.keys():
+def _verify(state: dict[str, torch.Tensor], form: CheckpointForm, offered: dict[str, tuple[int, ...]], folder: Path) -> None:
+    if unknown := offered.keys() - form.shapes.keys():
         raise EngineError(f"the weights in {folder} hold {len(unknown)} names that the model does not have, such as {min(unknown)!r}")
-    covered = {state[name].data_ptr() for name in offered}
-    if missing := [name for name, tensor in state.items() if tensor.data_ptr() not in covered]:
+    covered = {tensor.data_ptr() for name, tensor in state.items() if name in offered or offered.keys() >= set(form.needs[name])}
+    lacking = [part for name, tensor in state.items() if tensor.data_ptr() not in covered for part in form.needs[name] if part not in offered]
+    if missing := list(dict.fromkeys(lacking)):
         raise EngineError(f"the weights in {folder} lack {len(missing)} of the model's tensors, such as {missing[0]!r}")
     for name, shape in offered.items():
-        if shape != tuple(state[name].shape):
-            raise EngineError(f"the weights in {folder} have {name!r} of shape {shape}, the model's is {tuple(state[name].shape)}")
+        if shape != tuple(form.shapes[name]):
+            raise EngineError(f"the weights in {folder} have {name!r} of shape {shape}, the model's is {tuple(form.shapes[name])}")

@@ -95,7 +95,7 @@ class RayBackend(Router):
             if isinstance(error, ray.exceptions.RayError):
                 raise EngineError(f"{where} died while it was built. {death(error)}") from error
             raise
-        member.actor, member.lost = actor, False
+        member.actor = actor
 
     # ---------------------------------------------------------------- what the pipeline asks of a backend
 
@@ -135,12 +135,20 @@ class RayBackend(Router):
         return offer.version
 
     async def pause(self) -> None:
-        """Pause all engines. Where none is left, wait for one that is being built: somebody has to read the weights that follow."""
-        await self._each("pause")
-        while not self._present():
-            if self._failed is not None:
+        """Pause all engines, those too that come up meanwhile. Where none is left, wait for one that is being built: somebody has to read the
+        weights that follow."""
+        paused: set[Any] = set()
+        while True:
+            missing = [member for member in self._present() if member.actor not in paused]
+            if missing:
+                paused |= {member.actor for member in missing}
+                await self._each("pause", missing)
+            elif self._present():
+                return
+            elif self._failed is not None:
                 raise self._failed
-            await self._changed.wait()
+            else:
+                await self._changed.wait()
 
     async def resume(self) -> None:
         """Resume all engines."""
@@ -196,17 +204,20 @@ class RayBackend(Router):
             answer = await result(member.actor.do.remote(method, *args), self._timeout)
         except TimeoutError as error:
             raise EngineError(f"{where}: {method} did not end within runtime_timeout = {self._timeout:g} s") from error
-        except ray.exceptions.RayError as error:
+        except ray.exceptions.RayActorError as error:
             raise EngineLost(f"{where} died in {method}. {death(error)}") from error
+        except ray.exceptions.RayError as error:  # an answer that could not be sent
+            raise EngineError(f"{where}: {method} gave no answer. {death(error)}") from error
         return answer.unwrap(where, EngineError)
 
-    async def _each(self, method: str) -> None:
-        """Call a method of every engine; one that died counts no more, and is its watcher's business."""
-        members = self._present()
-        done = await asyncio.gather(*(self._do(member, method) for member in members), return_exceptions=True)
-        for member, error in zip(members, done, strict=True):
+    async def _each(self, method: str, members: Sequence[_Member] | None = None) -> None:
+        """Call a method of all engines that are there, or of `members`; one that died counts no more, and is its watcher's business."""
+        asked = [(member, member.actor) for member in (self._present() if members is None else members)]
+        done = await asyncio.gather(*(self._do(member, method) for member, _ in asked), return_exceptions=True)
+        for (member, actor), error in zip(asked, done, strict=True):
             if isinstance(error, EngineLost):
-                self._leave(member)
+                if member.actor is actor:  # else its watcher was faster, and another is in its place
+                    self._leave(member)
             elif isinstance(error, BaseException):
                 raise error
 
@@ -310,15 +321,19 @@ class RayBackend(Router):
     async def _replace(self, member: _Member) -> None:
         member.seats = await self._cluster.again(self.role, member.seats)
         await self._build(member)
-        if self._asleep:
-            await self._do(member, "sleep")
         trainer = self._trainer()
-        if not self.transports:
-            self._join([member])
+        if not self.transports or self._asleep:
+            if self._asleep:
+                await self._do(member, "sleep")
+            member.lost = False
+            self._join([member] if not self.transports else [])
             return
-        if not self._synced or self._asleep or trainer is None:
+        await self._do(member, "pause")  # an engine is up then, before an offer waits for it
+        member.lost = False
+        if not self._synced or trainer is None:
             return
         if await trainer.again(lambda transport: self._readers([member], transport), lambda offer: self._deliver(offer, [member])):
+            await self._do(member, "resume")
             log.warning("%s.%d has the current weights again", self.role, member.number)
             self._join([member])
 

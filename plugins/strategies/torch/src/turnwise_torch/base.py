@@ -20,6 +20,7 @@ from turnwise.data.rows import Rows, Update, UpdateResult
 from turnwise.errors import ConfigError, TrainerError
 from turnwise_torch import lora, models
 from turnwise_torch.broadcast import Broadcast, Hub
+from turnwise_torch.experts import to_checkpoint
 from turnwise_torch.export import remove, write_model
 from turnwise_torch.guard import out_of_memory_told
 from turnwise_torch.head import token_log_probs, token_values
@@ -84,10 +85,10 @@ class ModelStrategy:
         return contextlib.nullcontext()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors in the compute dtype under their Hugging Face names, adapters added, tied ones under every name; all ranks iterate,
-        rank 0's tensors count."""
+        """Whole tensors in the compute dtype as checkpoints have them (experts one by one), adapters added, tied ones under every name; all
+        ranks iterate, rank 0's tensors count."""
         backbone = self.model.backbone if isinstance(self.model, models.ValueModel) else self.model
-        yield from lora.whole_tensors(backbone, self._whole, models.torch_dtype(self.context.dtype))
+        yield from to_checkpoint(backbone, lora.whole_tensors(backbone, self._whole, models.torch_dtype(self.context.dtype)))
 
     # ---------------------------------------------------------------- the contract
 
@@ -195,21 +196,22 @@ class ModelStrategy:
             return Offer(transport, version, self._sender.payload if self._sender else {}, adapter)
         tensors = lora.adapter_tensors(self.model, self._whole) if adapter else {}  # on all ranks, before one can fail
         previous, self._folder = self._folder, Path(tempfile.mkdtemp(prefix="turnwise-weights-")) if first else None
-        if adapter is None:
-            self.export(self._folder or Path())
-        elif self._folder is not None:
-            try:
+        try:
+            if adapter is None:
+                self.export(self._folder or Path())
+            elif self._folder is not None:
                 lora.write_adapter(self._folder, adapter, tensors)
-            except (OSError, SafetensorError) as error:
-                raise TrainerError(f"weight update: cannot write the adapters to {self._folder}: {models.first_line(error)}") from error
-        remove(previous)
+        except (OSError, SafetensorError) as error:
+            raise TrainerError(f"weight update: cannot write the adapters to {self._folder}: {models.first_line(error)}") from error
+        finally:
+            remove(previous)
         return Offer(transport, version, {"folder": str(self._folder)}, adapter)
 
     def send(self, offer: Offer) -> None:
         """Stream the weights of a `shared_memory` or `process_group` offer in buckets of `bucket_bytes`; other offers are read by the backend."""
         if offer.transport not in ("shared_memory", "process_group"):
             return
-        weights = self.weights() if offer.adapter is None else iter(lora.adapter_tensors(self.model, self._whole).items())
+        weights = self.weights() if offer.adapter is None else lora.each_adapter(self.model, self._whole)
         try:
             if self.context.ranks.rank == 0:
                 if self._sender is None:

@@ -113,7 +113,13 @@ def whole_tensors(model: nn.Module, gather: Gather, dtype: torch.dtype) -> Itera
 
 def adapter_tensors(model: nn.Module, gather: Gather) -> dict[str, Tensor]:
     """The adapters' tensors under the names of PEFT's files; empty without adapters."""
-    return {name: gather(p).detach().contiguous() for name, p in adapter_parameters(model).items()}
+    return dict(each_adapter(model, gather))
+
+
+def each_adapter(model: nn.Module, gather: Gather) -> Iterator[tuple[str, Tensor]]:
+    """The adapters' tensors under the names of PEFT's files, one at a time."""
+    for name, parameter in adapter_parameters(model).items():
+        yield name, gather(parameter).detach().contiguous()
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

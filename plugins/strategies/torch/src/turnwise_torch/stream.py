@@ -44,7 +44,7 @@ def buckets(named: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bucket]:
     """
     bucket: Bucket = []
     filled = 0
-    for unit in _units(named):
+    for unit in units(named):
         bytes_ = sum(tensor.nbytes for _, tensor in unit)
         if bucket and filled + bytes_ > size:
             yield bucket
@@ -55,7 +55,8 @@ def buckets(named: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bucket]:
         yield bucket
 
 
-def _units(named: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+def units(named: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+    """`named` tensors in order, those of a decoder layer that follow each other together, every other one alone."""
     unit: Bucket = []
     layer: str | None = None
     for name, tensor in named:

@@ -23,6 +23,6 @@ def end_with(parent: int) -> None:
 declare_torchvision()
 
 if __name__ == "__main__":
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=end_with, args=(int(os.environ["TURNWISE_VLLM_PARENT"]),), daemon=True).start()
     # This module stays `__main__`, which multiprocessing imports in each child.
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

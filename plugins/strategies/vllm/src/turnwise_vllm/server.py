@@ -25,6 +25,8 @@ from turnwise_vllm.config import VllmConfig
 from turnwise_vllm.images import Picture, features
 from turnwise_vllm.requests import Answer
 
+PARENT = "TURNWISE_VLLM_PARENT"
+"""The environment variable by which the server knows the process that it ends with."""
 _POLL = 0.25
 _STOP = 20.0
 _PROBE = 60.0
@@ -49,6 +51,7 @@ class ServedEngine:
         self._session: Any = None  # an aiohttp.ClientSession
         self._address = (config.base_url or "").rstrip("/")
         self._lost = ""
+        self._version: str | None = None
 
     async def start(self) -> None:
         """Raises EngineError (nothing answers in time) or ConfigError (the server there was started otherwise than this run needs)."""
@@ -63,6 +66,7 @@ class ServedEngine:
         await self._wait_until_healthy()
         if self._process is None:
             self._compare(await self._get("/server_info?config_format=json", _PROBE))
+            await self.control("version")
         else:
             await self.control("set_version", new_version="0")
             if cpu_build() and self._config.pipeline_parallel_size > 1:
@@ -87,7 +91,8 @@ class ServedEngine:
         timeout = self._context.weight_sync_timeout
         match step:
             case "version":
-                return (await self._get("/weight_info", timeout))["weight_version"]
+                self._version = (await self._get("/weight_info", timeout))["weight_version"]
+                return self._version
             case "reset_cache":
                 await self._post("/reset_encoder_cache", {}, timeout)
                 return (await self._post("/reset_prefix_cache?reset_running_requests=true", {}, timeout))["success"]
@@ -107,8 +112,14 @@ class ServedEngine:
     async def _begin_adapters(self, timeout: float) -> None:
         """The server learns the adapters' name, which requests give as their model; what is behind it is replaced in the workers."""
         await self._post("/collective_rpc", {"method": "begin_adapters", "args": [1]}, timeout)
-        with contextlib.suppress(_AlreadyLoaded):
+        try:
             await self._post("/v1/load_lora_adapter", {"lora_name": adapters.NAME, "lora_path": adapters.ZEROS}, timeout)
+        except _AlreadyLoaded:
+            return
+        except EngineLost:
+            raise
+        except EngineError as error:  # ours are not its first, so it gave them another number, under which the workers have none
+            raise EngineError(f"the vLLM server at {self._address} has had other adapters before this run's. Fix: start it anew") from error
 
     async def close(self) -> None:
         """Close the connections; stop the server if the run started it."""
@@ -151,6 +162,11 @@ class ServedEngine:
         longest = self._config.max_model_len or self._context.sequence_length
         if model["max_model_len"] < longest:
             wrong.append(f"--max-model-len {longest} (it has {model['max_model_len']})")
+        parallel, sizes = config.get("parallel_config") or {}, engine_arguments(self._config, self._context, False)
+        for key in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            if parallel.get(key, sizes[key]) != sizes[key]:
+                where = f"the vLLM server at {self._address} has {key} {parallel[key]}, the configuration {sizes[key]}"
+                raise ConfigError(f"{where}. Fix: write the server's into strategy_config")
         if wrong:
             raise ConfigError(f"the vLLM server at {self._address} does not fit this run. Fix: start it with {' '.join(wrong)}")
 
@@ -176,6 +192,8 @@ class ServedEngine:
             raise EngineError(f"the vLLM server did not answer {path} within {timeout:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             ended = self._process.ended() if self._process is not None else None
+            if ended is None and path != "/health" and await self._unchanged():
+                raise EngineError(f"the vLLM server broke off {path.partition('?')[0]} ({error})") from error
             raise self._gone(f"the vLLM server at {self._address} is gone ({ended or error})", path) from error
         if status == 200:
             return json.loads(text) if text.startswith(("{", "[")) else text
@@ -190,6 +208,17 @@ class ServedEngine:
         if path != "/health":  # which is asked before it is there, too
             self._lost = told
         return EngineLost(told)
+
+    async def _unchanged(self) -> bool:
+        """Whether the server answers, and is the one of before: another at its address would have other weights."""
+        if not await self._healthy():
+            return False
+        if self._process is not None:
+            return True
+        try:
+            return (await self._get("/weight_info", _PROBE))["weight_version"] == self._version
+        except EngineError:
+            return False
 
     async def _healthy(self) -> bool:
         try:
@@ -210,7 +239,7 @@ class ServerProcess:
         port = free_port()
         self.address = f"http://127.0.0.1:{port}"
         cpu = cpu_build()
-        variables = {**os.environ, **environment(config, cpu), "VLLM_SERVER_DEV_MODE": "1"}
+        variables = {**os.environ, **environment(config, cpu), "VLLM_SERVER_DEV_MODE": "1", PARENT: str(os.getpid())}
         if context.lora is not None:
             variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if config.python_path:

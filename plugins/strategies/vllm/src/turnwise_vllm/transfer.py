@@ -5,6 +5,7 @@ vLLM imports this module in each worker (as its worker extension) and calls `Rec
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +20,18 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from turnwise.errors import EngineError, listed
 from turnwise_torch.broadcast import Member
 from turnwise_torch.stream import receive
 from turnwise_vllm import adapters
 from turnwise_vllm.arguments import TRANSFER
+from turnwise_vllm.seeds import take_back_draws
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 _OTHER_TARGET = "Fix: another lora_target, or lora_sync: merged"
 
 
@@ -65,6 +69,8 @@ class Receiver(WeightTransferEngine):
         self._names: set[str] = set()
         self._loaded: set[str] | None = set()
         initialize_layerwise_reload(self.model)
+        if self.device.type == "cpu":
+            _forget_expert_kernels(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load all that the trainer offers. Raises EngineError: the trainer is gone, or the update does not cover the model."""
@@ -110,18 +116,35 @@ class Receiver(WeightTransferEngine):
                 yield _HEAD, tensor
 
     def _missing_parts(self) -> Iterator[str]:
-        """Tensors that vLLM fuses with others which came (query with key and value): a fused layer in part is garbage."""
+        """Tensors that vLLM fuses with others which came (query with key and value, all experts): a fused layer in part is garbage."""
         for parts in getattr(self.model, "packed_modules_mapping", {}).values():
             for name in sorted(self._names):
                 pieces = name.split(".")
                 if len(pieces) > 1 and pieces[-2] in parts:
                     siblings = (".".join([*pieces[:-2], part, pieces[-1]]) for part in parts)
                     yield from (sibling for sibling in siblings if sibling not in self._names)
+        experts: dict[str, tuple[set[str], set[str]]] = {}
+        for name in self._names:
+            if found := _EXPERT.match(name):
+                numbers, parts = experts.setdefault(found[1], (set(), set()))
+                numbers.add(found[2])
+                parts.add(found[3])
+        for layer, (numbers, parts) in experts.items():
+            every = (f"{layer}.{number}.{part}" for number in sorted(numbers) for part in sorted(parts))
+            yield from (name for name in every if name not in self._names)
 
     def _missing_parameters(self) -> list[str]:
         if self._loaded is None or self.model_config.quantization is not None:
             return []  # vLLM does not tell what it loaded, or has parameters that no checkpoint holds
         return sorted({name for name, _ in self.model.named_parameters()} - self._loaded)
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """vLLM 0.32 packs experts for its CPU kernels when it first builds these, and reads weights that come later unpacked: have both done again."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # type: ignore[union-attr]
 
 
 def _of_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -172,3 +195,5 @@ class WorkerExtension:
 
 if TRANSFER not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(TRANSFER, Receiver)
+    if current_platform.is_cpu():
+        take_back_draws()
