@@ -157,14 +157,3 @@ def test_a_prompt_that_does_not_fit_its_images_is_refused(backend: SglangBackend
     for ids, images, message in [*cases, (sampled, (image,), "an image token that the model sampled")]:
         with pytest.raises(EngineError, match=message):
             run(backend.generate(Request(0, good.args, LIMIT, ids=ids, images=images)))
-
-    async def attached() -> None:
-        url = backend._links.current.server.url  # type: ignore[union-attr]
-        other = SglangBackend(SglangConfig(base_url=url), fixtures.context(model=chat.folder, chat=chat))
-        try:
-            with pytest.raises(EngineError, match="an attached SGLang server may keep features of images from old weights"):
-                await other.generate(good)
-        finally:
-            await other.close()
-
-    run(attached())

@@ -19,13 +19,12 @@ from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation, int32
 from turnwise.errors import ConfigError, EngineError, listed
 from turnwise.rollout.homes import Homes
-from turnwise_sglang import lora, weights
+from turnwise_sglang import images, lora, weights
 from turnwise_sglang.answers import Limits, StopStrings, body, continued, ended, generation, joined, number
 from turnwise_sglang.api import Gone
 from turnwise_sglang.arguments import argument_problems, device, machine_problem
 from turnwise_sglang.config import SglangConfig
 from turnwise_sglang.group import from_group
-from turnwise_sglang.images import Images, sees
 from turnwise_sglang.link import Link, Links
 from turnwise_torch.broadcast import Member
 
@@ -46,7 +45,7 @@ class SglangBackend:
     adapters = True
 
     def __init__(self, config: SglangConfig, context: InferenceContext) -> None:
-        """Starts nothing. Raises ConfigError: no model or chat, devices that are not one server's."""
+        """Starts nothing. Raises ConfigError: no model or chat, devices that are not one server's, a model that the server cannot serve so."""
         if context.model is None or context.chat is None:
             raise ConfigError("actor_infer: the sglang backend needs a model. Fix: name a folder, a hub id or a recipe as pretrain")
         size = config.tp_size * config.pp_size * config.dp_size
@@ -55,6 +54,8 @@ class SglangBackend:
                 f"actor_infer: one SGLang server of tp_size × pp_size × dp_size = {size} devices was given {len(context.devices)}. "
                 "Fix: dp_size, or a runtime that places several replicas (ray)"
             )
+        if found := [*lora.problems(config, context), *images.problems(config, context)]:
+            raise ConfigError(found)  # before a run `check` has no folder to look into
         if context.lora is not None:
             pass  # adapters end in this process, whatever the server's sizes
         elif config.dp_size > 1:
@@ -65,8 +66,8 @@ class SglangBackend:
             self.transports = ("process_group", "shared_memory", "safetensors")  # from GPU to GPU, past the hosts' memory
         self._config, self._context, self._model = config, context, context.model
         self._chat: Chat = context.chat
-        self._limits = Limits(context.sequence_length, _vocabulary(context.model), sees(context.model))
-        self._images = Images(context.model)
+        self._limits = Limits(context.sequence_length, _vocabulary(context.model), images.sees(context.model))
+        self._images = images.Images(context.model)
         self._ours = not config.engine_args.get("speculative_algorithm")
         self._links, self._homes = Links(config, context), Homes()
         self._member = Member(torch.device("cpu"))
@@ -88,7 +89,7 @@ class SglangBackend:
             lack = machine_problem(config)
             own = [f"machine: {lack}"] if lack else argument_problems(config, context)
             return [*lora.problems(config, context), *own]
-        problems = lora.problems(config, context)
+        problems = [*lora.problems(config, context), *images.problems(config, context)]
         if config.engine_args:
             problems.append(f"{where}: {listed(config.engine_args)} cannot be given to a server that is attached to (base_url). Fix: remove them")
         if urlsplit(config.base_url).scheme not in ("http", "https"):
@@ -115,6 +116,10 @@ class SglangBackend:
             self._tasks[request] = task
             try:
                 return await task
+            except asyncio.CancelledError:
+                if self._closed and (asking := asyncio.current_task()) is not None and not asking.cancelling():
+                    raise EngineError("the backend was closed") from None  # by `close`, not by who asked
+                raise
             finally:
                 self._tasks.pop(request, None)
 
@@ -133,18 +138,16 @@ class SglangBackend:
         if (offer.adapter is None) != (self._context.lora is None):
             raise EngineError("weight update: whole weights and adapters alone were mixed up. Fix: one lora_sync for both sides")
         paused = not self._awake.is_set()
-        if not paused:
-            await self.pause()
+        self._awake.clear()
         try:
-            link = await self._links.get()
-            await self._pause(link)
+            link = await self._paused()
             self._broken = f"the weight update to version {offer.version} failed half-way"
             link = await self._update(link, offer)
             await link.api.call("/flush_cache")
             version = number((await link.api.get("/model_info"))["weight_version"])
             self._version, self._broken, link.bare = version, "", False
         except Gone as error:
-            raise EngineError(f"SGLang died in the weight update to version {offer.version}: {error}") from error
+            raise await self._links.given_up(link, error, f"in the weight update to version {offer.version}") from error
         finally:
             if not paused and not self._closed:
                 await self.resume()
@@ -152,11 +155,9 @@ class SglangBackend:
 
     async def pause(self) -> None:
         """Stop sampling; requests are kept, by the server (`retract`) or here (`abort`, and those that come meanwhile). A server that is not
-        up yet is started: it takes longer than an offer of weights may wait."""
+        up, or that died since, is started: it takes longer than an offer of weights may wait. Raises EngineError."""
         self._awake.clear()
-        link = self._links.current or await self._links.get()
-        if not link.lost:
-            await self._pause(link)
+        await self._paused()
 
     async def resume(self) -> None:
         """Go on after `pause`."""
@@ -171,32 +172,33 @@ class SglangBackend:
             task.cancel()
 
     async def sleep(self) -> None:
-        """Give the device memory back, with `enable_memory_saver`. Raises EngineError on a device without it."""
+        """Give the device memory back, with `enable_memory_saver`; a server that died holds none. Raises EngineError on a device without it."""
         if not self._config.enable_memory_saver and self._context.devices:
             raise EngineError(self.cannot_sleep(self._config))
         self._asleep = True
-        if self._config.enable_memory_saver and (link := self._links.current) is not None:
-            await link.api.call("/flush_cache")
-            await link.api.call("/release_memory_occupation", {})
+        await self._memory("/flush_cache", "/release_memory_occupation")
 
     async def wake(self) -> None:
-        """Undo `sleep`."""
-        if self._asleep and self._config.enable_memory_saver and (link := self._links.current) is not None:
-            await link.api.call("/resume_memory_occupation", {})
+        """Undo `sleep`; in place of a server that died meanwhile the next call starts another."""
+        if self._asleep:
+            await self._memory("/resume_memory_occupation")
         self._asleep = False
 
     async def close(self) -> None:
         """Stop a server of ours, leave one that was attached to; requests that wait fail with EngineError. May be called twice."""
         self._closed = True
         self._awake.set()
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # An attached server lets our adapter go only when no request uses it any more.
         await asyncio.gather(*self._aborts, return_exceptions=True)
         await self._links.close()
         await asyncio.to_thread(self._member.leave)
 
     async def _answer(self, request: Request, told: dict[str, Any]) -> Generation:
         if request.images:
-            if self._config.base_url is not None:  # of a server of ours the cache is off
-                raise EngineError("an attached SGLang server may keep features of images from old weights. Fix: python in place of base_url")
             assert request.ids is not None
             told |= await asyncio.to_thread(self._images.told, int32(request.ids), request.images)
         broken, before = 0, None
@@ -271,14 +273,35 @@ class SglangBackend:
             with contextlib.suppress(Gone, EngineError):  # a server that is gone samples nothing
                 await link.api.call("/abort_request", {"rid": rid})
 
-        if not self._closed:
+        if not self._closed or link.server is None:  # a server of ours ends with the backend
             task = asyncio.ensure_future(tell())
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
 
-    async def _pause(self, link: Link) -> None:
-        with contextlib.suppress(Gone):  # what is dead samples nothing
-            await link.api.post("/pause_generation", {"mode": "abort" if self._cut else self._config.pause_mode})
+    async def _paused(self) -> Link:
+        """The server, in which nothing is sampled now; one that turns out to be dead is replaced first. Raises EngineError."""
+        for _ in range(TRIES + self._config.restarts):
+            link = await self._links.get()
+            try:
+                await link.api.post("/pause_generation", {"mode": "abort" if self._cut else self._config.pause_mode})
+            except Gone as error:
+                await self._links.lost(link, error)
+            else:
+                return link
+        raise EngineError("SGLang broke off a pause again and again. Fix: see its log")
+
+    async def _memory(self, *paths: str) -> None:
+        """Calls about the device memory, with `enable_memory_saver`; a server that is not up, or turns out to be dead, has none to give or take."""
+        link = self._links.current
+        if not self._config.enable_memory_saver or link is None or link.lost:
+            return
+        try:
+            for path in paths:
+                await link.api.call(path, {})
+        except Gone as error:
+            await self._links.lost(link, error)
+            if not link.lost:
+                raise EngineError(f"SGLang broke off {path} and lives on: {error}. Fix: see its log") from error
 
     async def _update(self, link: Link, offer: Offer) -> Link:
         """Bring the weights to the server and, where one may have to be replaced, into the copy that it would start from."""
@@ -326,21 +349,15 @@ class SglangBackend:
         """Bring the weights to the server past this process; no copy of them is kept."""
         if self._links.kept is not None:
             self._links.kept.passed_by()
-        try:
-            await from_group(link, offer, weights.Names(weights.shapes(self._model)), self._context.weight_sync_timeout)
-        except Gone as error:
-            await self._links.lost(link, error)  # the next update finds another in its place
-            raise
+        await from_group(link, offer, weights.Names(weights.shapes(self._model)), self._context.weight_sync_timeout)
         return link
 
     async def _replaced(self, link: Link, cause: Gone) -> Link:
         """The server that took the place of `link`, with the weights that were kept last, paused."""
         await self._links.lost(link, cause)
-        if self._links.kept is None or not link.lost:
-            raise cause
-        fresh = await self._links.get()
-        await self._pause(fresh)
-        return fresh
+        if not link.lost:
+            raise EngineError(f"SGLang broke off a weight update and lives on: {cause}. Fix: see its log") from cause
+        return await self._paused()
 
 
 def _vocabulary(folder: Path) -> int:

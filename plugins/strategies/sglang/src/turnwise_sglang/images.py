@@ -12,18 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from turnwise.contracts.inference import InferenceContext
 from turnwise.errors import ConfigError, EngineError
+from turnwise_sglang.config import SglangConfig
 
 if TYPE_CHECKING:
     from turnwise_torch.vision import Vision
 
 
 def sees(folder: Path | None) -> bool:
-    """Whether the model in `folder` has a vision tower."""
+    """Whether the model in `folder` has a vision tower; False for a folder that is not prepared yet (none, or the empty path)."""
     try:
-        return folder is not None and "vision_config" in json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return folder not in (None, Path()) and "vision_config" in json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
+
+
+def problems(config: SglangConfig, context: InferenceContext) -> list[str]:
+    """What keeps the server from a model that takes images: of a server of ours the cache of their features is off."""
+    if config.base_url is None or not sees(context.model):
+        return []
+    where = "$.actor_infer.strategy_args.strategy_config.base_url"
+    return [f"{where}: an attached SGLang server may keep features of images from old weights. Fix: python in place of base_url"]
 
 
 class Images:

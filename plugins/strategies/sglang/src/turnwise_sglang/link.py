@@ -10,7 +10,7 @@ from typing import Any
 from attrs import define
 
 from turnwise.contracts.inference import InferenceContext
-from turnwise.errors import ConfigError, EngineError
+from turnwise.errors import ConfigError, EngineError, EngineLost
 from turnwise_sglang import lora, weights
 from turnwise_sglang.api import Api, Gone
 from turnwise_sglang.arguments import device, environment, interpreter, server_arguments
@@ -53,11 +53,12 @@ class Links:
         self.kept = weights.Kept() if config.base_url is None and config.restarts else None
 
     async def get(self) -> Link:
-        """A server that answers. Raises EngineError: it could not be started, or died too often; ConfigError, MachineError."""
+        """A server that answers. Raises EngineError: it could not be started; EngineLost: it died too often, or none could take its place;
+        ConfigError, MachineError."""
         if self._closed:
             raise EngineError("the backend was closed")
         if self._failed is not None:
-            raise EngineError(str(self._failed)) from self._failed
+            raise type(self._failed)(str(self._failed)) from self._failed
         if self.current is not None and not self.current.lost:
             return self.current
         if self._opening is None:
@@ -69,7 +70,10 @@ class Links:
     async def _opened(self) -> Link:
         try:
             if self.current is not None:
-                self.current = await self._replaced(self.current)
+                try:
+                    self.current = await self._replaced(self.current)
+                except EngineError as error:
+                    raise EngineLost(str(error)) from error
             else:
                 self.current = await (self._attached(self._config.base_url) if self._config.base_url else self._started())
             return self.current
@@ -93,6 +97,13 @@ class Links:
             return
         link.lost = True
 
+    async def given_up(self, link: Link, cause: Gone, when: str) -> EngineError:
+        """The error of a call that broke off and is not made again. Raises EngineLost where the server cannot be replaced."""
+        await self.lost(link, cause)
+        if link.lost and not self._left:
+            await self.get()
+        return EngineError(f"SGLang died {when}: {cause}")
+
     async def close(self) -> None:
         """Stop what was started, leave what was attached to; may be called twice."""
         self._closed = True
@@ -110,21 +121,34 @@ class Links:
             self.kept.close()
 
     async def _replaced(self, link: Link) -> Link:
-        assert link.server is not None
-        told = f"SGLang died ({link.server.how_it_ended()}), log {link.server.log}: {link.server.tail()}"
-        await link.api.close()
-        if not self._left:
-            await asyncio.to_thread(link.server.stop, 0.0, True)
-            raise EngineError(f"{told}. It was started again restarts = {self._config.restarts} times. Fix: see the log")
-        self._left -= 1
-        await asyncio.to_thread(link.server.stop, 0.0)  # whatever its death left of its group
-        fresh = await self._started()
-        if self.kept is not None and self.kept.folder is not None:
-            await weights.from_folder(fresh.api, self.kept.folder, self.kept.version, self._context.weight_sync_timeout)
-        if self.adapter is not None:
-            await lora.load(fresh, self.adapter, self._context.weight_sync_timeout)
-        fresh.bare = self.kept is not None and self.kept.elsewhere
-        return fresh
+        """Another server, with the weights that `link` had; one that dies before it has them counts as one more restart."""
+        while link.lost:
+            assert link.server is not None
+            told = f"SGLang died ({link.server.how_it_ended()}), log {link.server.log}: {link.server.tail()}"
+            await _stopped(link, keep_log=not self._left)  # whatever its death left of its group
+            if not self._left:
+                raise EngineError(f"{told}. It was started again restarts = {self._config.restarts} times. Fix: see the log")
+            self._left -= 1
+            link = await self._started()
+            try:
+                await self._given(link)
+            except BaseException:
+                await _stopped(link, keep_log=True)
+                raise
+        return link
+
+    async def _given(self, link: Link) -> None:
+        """Bring the last weights or adapter to a new server; it is `lost` if it died meanwhile."""
+        try:
+            if self.kept is not None and self.kept.folder is not None:
+                await weights.from_folder(link.api, self.kept.folder, self.kept.version, self._context.weight_sync_timeout)
+            if self.adapter is not None:
+                await lora.load(link, self.adapter, self._context.weight_sync_timeout)
+        except Gone as error:
+            await self.lost(link, error)
+            if not link.lost:
+                raise EngineError(f"SGLang was started again, broke off its weights and lives on: {error}. Fix: see its log") from error
+        link.bare = self.kept is not None and self.kept.elsewhere
 
     async def _started(self) -> Link:
         config, context = self._config, self._context
@@ -168,6 +192,13 @@ class Links:
             await api.close()
             raise
         return Link(api, None, int(facts.get("tp_size") or 1), device="cuda" if facts.get("device") == "cuda" else "cpu")
+
+
+async def _stopped(link: Link, keep_log: bool) -> None:
+    """End a server of ours at once."""
+    await link.api.close()
+    if link.server is not None:
+        await asyncio.to_thread(link.server.stop, 0.0, keep_log)
 
 
 def _seen(task: asyncio.Task[Link]) -> None:

@@ -1,0 +1,317 @@
+"""Servers that die at every moment, and what a backend does about it: the HTTP interface and the process are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
+from turnwise.contracts.train import Lora, Offer
+from turnwise.data.trajectory import int32
+from turnwise.errors import ConfigError, EngineError, EngineLost
+from turnwise_sglang import link as links
+from turnwise_sglang.api import Gone
+from turnwise_sglang.backend import TRIES, SglangBackend
+from turnwise_sglang.config import SglangConfig
+from turnwise_sglang.images import sees
+from turnwise_sglang.link import Link
+from turnwise_sglang.lora import Adapter
+
+PAUSE, DISK, RELEASE, RESUME = "/pause_generation", "/update_weights_from_disk", "/release_memory_occupation", "/resume_memory_occupation"
+
+
+class Fake:
+    """A server and its interface in one. `dies`: the calls that kill it; `breaks`: those that break off though it lives on; `refuses`: those that
+    it answers with an error."""
+
+    log = Path("server.log")
+    url = "http://h:1"
+
+    def __init__(self, dies: tuple[str, ...] = (), refuses: tuple[str, ...] = (), breaks: tuple[str, ...] = ()) -> None:
+        self.dies, self.refuses, self.breaks = dies, refuses, breaks
+        self.alive, self.stopped, self.calls = True, False, list[str]()
+        self.aborted = asyncio.Event()
+
+    async def post(self, path: str, body: Any = None, timeout: float | None = None) -> dict[str, Any]:
+        self.calls.append(path)
+        self.alive = self.alive and path not in self.dies
+        if not self.alive or path in self.breaks:
+            raise Gone(path)
+        if path in self.refuses:
+            raise EngineError(f"refused {path}")
+        if path == "/generate" or (path == "/unload_lora_adapter" and "/generate" in self.calls):
+            await self.aborted.wait()
+        elif path == "/abort_request":
+            self.aborted.set()
+        return {"weight_version": "7"}
+
+    async def call(self, path: str, body: Any = None) -> str:
+        await self.post(path)
+        return ""
+
+    async def get(self, path: str) -> dict[str, Any]:
+        return await self.post(path)
+
+    async def healthy(self) -> bool:
+        return self.alive
+
+    async def close(self) -> None:
+        pass
+
+    def tail(self) -> str:
+        return "the end of its log"
+
+    def how_it_ended(self) -> str:
+        return "signal SIGKILL"
+
+    def stop(self, patience: float, keep_log: bool = False) -> None:
+        self.alive, self.stopped = False, True
+
+
+class Chat:
+    """As much of a chat as is asked for before an answer comes."""
+
+    stop_ids = (2,)
+
+
+def folder(place: Path, facts: str = '{"vocab_size": 32}') -> Path:
+    (place / "config.json").write_text(facts, encoding="utf-8")
+    return place
+
+
+def built(place: Path, *servers: Fake, lora: Lora | None = None, **options: Any) -> SglangBackend:
+    """A backend whose servers are `servers`, one after the other; the first one is up."""
+    backend = SglangBackend(SglangConfig(**options), InferenceContext(folder(place), cast(Any, Chat()), lora=lora))
+    waiting = [Link(cast(Any, server), None if "base_url" in options else cast(Any, server)) for server in servers]
+
+    async def started() -> Link:
+        if not waiting:
+            raise EngineError("SGLang did not start")
+        return waiting.pop(0)
+
+    backend._links._started = started  # type: ignore[method-assign]
+    if waiting:
+        backend._links.current = waiting.pop(0)
+    return backend
+
+
+def played(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 20))
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "GRACE", 0.1)
+
+
+def ask() -> Request:
+    return Request(0, GeneratingArgs(), 4, ids=int32([3]))
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_pause_finds_a_dead_server_and_starts_another(tmp_path: Path, noticed: bool) -> None:
+    async def scene() -> None:
+        dead, fresh = Fake(), Fake()
+        backend = built(tmp_path, dead, fresh)
+        dead.alive = False
+        assert backend._links.current is not None
+        backend._links.current.lost = noticed
+        await backend.pause()
+        assert dead.stopped and fresh.calls == [PAUSE]
+        assert backend._links.current.api is cast(Any, fresh)
+
+    played(scene)
+
+
+def test_servers_that_die_of_every_pause_are_too_many_at_last(tmp_path: Path) -> None:
+    async def scene() -> None:
+        servers = [Fake(dies=(PAUSE,)) for _ in range(3)]
+        backend = built(tmp_path, *servers, restarts=2)
+        for _ in range(2):
+            with pytest.raises(EngineLost, match=r"SGLang died \(signal SIGKILL\).* It was started again restarts = 2 times"):
+                await backend.pause()
+        assert all(server.stopped for server in servers)
+        stubborn = Fake(breaks=(PAUSE,))
+        with pytest.raises(EngineError, match="broke off a pause again and again"):
+            await built(tmp_path, stubborn, restarts=0).pause()
+        assert stubborn.calls == [PAUSE] * TRIES
+
+    played(scene)
+
+
+def test_a_server_that_never_started_is_no_lost_engine(tmp_path: Path) -> None:
+    async def scene() -> None:
+        backend = built(tmp_path)
+        for _ in range(2):
+            with pytest.raises(EngineError, match="did not start") as told:
+                await backend.pause()
+            assert type(told.value) is EngineError
+        dead = Fake()
+        backend = built(tmp_path, dead)
+        dead.alive = False
+        for _ in range(2):
+            with pytest.raises(EngineLost, match="did not start"):
+                await backend.pause()
+
+    played(scene)
+
+
+def test_an_update_of_a_server_that_cannot_be_replaced_tells_so(tmp_path: Path) -> None:
+    async def scene() -> None:
+        backend = built(tmp_path, Fake(dies=("/flush_cache",)), restarts=0)
+
+        async def updated(link: Link, offer: Offer) -> Link:
+            return link
+
+        backend._update = updated  # type: ignore[method-assign]
+        with pytest.raises(EngineLost, match="started again restarts = 0 times"):
+            await backend.receive(Offer("safetensors", 1, {}))
+        assert backend._awake.is_set()
+
+    played(scene)
+
+
+def with_weights(backend: SglangBackend) -> SglangBackend:
+    """As after an update to version 7."""
+    kept = backend._links.kept
+    assert kept is not None
+    kept.begin()
+    kept.add([("a", torch.zeros(1))])
+    kept.commit(7)
+    return backend
+
+
+def test_a_server_that_dies_of_its_weights_counts_as_one_more_restart(tmp_path: Path) -> None:
+    async def scene() -> None:
+        dead, dying, fresh = Fake(), Fake(dies=(DISK,)), Fake()
+        backend = with_weights(built(tmp_path, dead, dying, fresh, restarts=2))
+        dead.alive = False
+        await backend.pause()
+        assert dying.stopped and fresh.calls == [DISK, PAUSE]
+        fresh.alive = False
+        with pytest.raises(EngineLost, match="restarts = 2 times"):
+            await backend.pause()
+        await backend.close()
+
+    played(scene)
+
+
+@pytest.mark.parametrize("how", ["refuses", "breaks"])
+def test_a_server_that_does_not_take_its_weights_is_stopped(tmp_path: Path, how: str) -> None:
+    async def scene() -> None:
+        dead, fresh = Fake(), Fake(**cast(Any, {how: (DISK,)}))
+        backend = with_weights(built(tmp_path, dead, fresh))
+        dead.alive = False
+        for _ in range(2):
+            with pytest.raises(EngineLost, match=DISK):
+                await backend.pause()
+        assert fresh.stopped
+        await backend.close()
+
+    played(scene)
+
+
+def test_a_server_that_is_given_an_adapter_when_the_backend_closes_is_stopped(tmp_path: Path) -> None:
+    async def scene() -> None:
+        dead, fresh = Fake(), Fake()
+        backend = built(tmp_path, dead, fresh, lora=Lora(4, 8, None, "adapter"))
+        backend._links.adapter = Adapter(3, {}, {})
+        waits = asyncio.Event()
+
+        async def loaded(path: str, body: Any = None, timeout: float | None = None) -> dict[str, Any]:
+            waits.set()
+            await asyncio.sleep(60)
+            return {}
+
+        fresh.post = loaded  # type: ignore[method-assign]
+        dead.alive = False
+        asking = asyncio.ensure_future(backend.pause())
+        await waits.wait()
+        await backend.close()
+        assert fresh.stopped
+        await asyncio.gather(asking, return_exceptions=True)
+
+    played(scene)
+
+
+def test_a_server_that_is_dead_when_it_shall_sleep_or_wake_is_replaced_later(tmp_path: Path) -> None:
+    async def scene() -> None:
+        dead, fresh, last = Fake(), Fake(), Fake()
+        backend = built(tmp_path, dead, fresh, last, enable_memory_saver=True)
+        dead.alive = False
+        await backend.sleep()
+        assert fresh.calls == [], "while the backend sleeps nothing takes the memory"
+        await backend.wake()
+        await backend.pause()
+        assert fresh.calls == [PAUSE]
+        await backend.sleep()
+        assert fresh.calls[1:] == ["/flush_cache", RELEASE]
+        fresh.alive = False
+        await backend.wake()
+        await backend.pause()
+        assert last.calls == [PAUSE]
+        for change, path in ((backend.sleep, RELEASE), (backend.wake, RESUME)):
+            last.breaks = (path,)
+            with pytest.raises(EngineError, match=f"broke off {path} and lives on"):
+                await change()
+
+    played(scene)
+
+
+def test_closing_ends_the_requests_of_an_attached_server_before_its_adapter_is_unloaded(tmp_path: Path) -> None:
+    async def scene() -> None:
+        server = Fake()
+        backend = built(tmp_path, server, base_url="http://h:1", lora=Lora(4, 8, None, "adapter"))
+        assert backend._links.current is not None
+        backend._links.current.adapter = "turnwise-1"
+        asking = asyncio.ensure_future(backend.generate(ask()))
+        while "/generate" not in server.calls:
+            await asyncio.sleep(0)
+        await asyncio.wait_for(backend.close(), 2)
+        assert server.calls == ["/generate", "/abort_request", "/unload_lora_adapter"]
+        with pytest.raises(EngineError, match="the backend was closed"):
+            await asking
+
+    played(scene)
+
+
+def test_closing_does_not_wait_for_a_server_of_ours_to_end_its_requests(tmp_path: Path) -> None:
+    async def scene() -> None:
+        server = Fake()
+        backend = built(tmp_path, server)
+        asking = asyncio.ensure_future(backend.generate(ask()))
+        cancelled = asyncio.ensure_future(backend.generate(ask()))
+        while server.calls.count("/generate") < 2:
+            await asyncio.sleep(0)
+        closing = asyncio.ensure_future(backend.close())
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait_for(closing, 2)
+        assert server.calls == ["/generate"] * 2 and server.stopped
+        with pytest.raises(EngineError, match="the backend was closed"):
+            await asking
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+
+    played(scene)
+
+
+def test_what_only_the_models_folder_tells_is_asked_again_when_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeing = folder(tmp_path, '{"vocab_size": 32, "vision_config": {}}')
+    monkeypatch.chdir(seeing)
+    assert sees(seeing) and not sees(Path()) and not sees(None)
+    chat, lora = cast(Any, Chat()), Lora(4, 8, None, "adapter")
+    attached = SglangConfig(base_url="http://h:1")
+    assert SglangBackend.check(attached, InferenceContext(Path(), chat, lora=lora)) == []
+    with pytest.raises(ConfigError, match="adapters alone for a model that takes images are not supported by sglang"):
+        SglangBackend(SglangConfig(), InferenceContext(seeing, chat, lora=lora))
+    (line,) = SglangBackend.check(attached, InferenceContext(seeing, chat))
+    assert line.endswith("base_url: an attached SGLang server may keep features of images from old weights. Fix: python in place of base_url")
+    with pytest.raises(ConfigError, match="an attached SGLang server may keep features"):
+        SglangBackend(attached, InferenceContext(seeing, chat))
+    SglangBackend(SglangConfig(), InferenceContext(seeing, chat))
