@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import random
 import socket
 import subprocess
 import sys
@@ -173,12 +175,19 @@ def plain_training(folder: Path, updates: list[Update]) -> dict[str, Any]:
     return {**out, "after": checkpoint_names({name: p.detach().clone() for name, p in model.state_dict().items()})}
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback where nobody listens, below those that the system hands out: the last of them is used minutes later."""
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.SystemRandom().randrange(21_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.add(port)
+    return list(found)
+
+
 def start_ranks(folder: Path, size: int, cases: Mapping[str, dict[str, Any]], timeout: float = 600) -> list[dict[str, Any]]:
     """Run the cases on `size` processes that meet on loopback ports; what each rank told."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3 * len(cases))]  # a group that is left does not meet there again
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
+    ports = free_ports(3 * len(cases))  # a group that is left does not meet there again
     given = {name: {**case, "ports": ports[3 * n : 3 * n + 3]} for n, (name, case) in enumerate(cases.items())}
     (folder / "cases.pkl").write_bytes(pickle.dumps(given))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
