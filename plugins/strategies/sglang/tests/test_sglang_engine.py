@@ -54,6 +54,10 @@ def parity(life: Life, model: int, temperature: float) -> None:
         assert differences(request, answer, temperature, model).max() < ATOL
 
 
+WAITS = (0.3, 0.1, 0.03)
+"""Seconds until requests are under way and have not all ended: which, depends on the machine."""
+
+
 async def streamed(backend: SglangBackend, version: int, model: int, named: list[tuple[str, torch.Tensor]] | None = None) -> int:
     """The weights of the model of `model` by shared memory, a decoder layer at a time."""
     state = load_causal_lm(fixtures.model(model), "fp32", "eager").state_dict()
@@ -249,16 +253,19 @@ def test_what_would_kill_the_server_is_refused_before_it_is_sent(life: Life) -> 
 
 def test_a_request_given_up_leaves_the_server(life: Life) -> None:
     async def scene() -> None:
-        requests = [ask(seed, limit=450, ids=(12,)) for seed in range(8)]  # some may end by themselves
-        tasks = [asyncio.create_task(life.backend.generate(request)) for request in requests]
-        await asyncio.sleep(0.1)
-        for request in requests:
-            await life.backend.abort(request)
-            await life.backend.abort(request)
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
-        given_up = [end for end in ends if isinstance(end, asyncio.CancelledError)]
+        for wait in WAITS:
+            requests = [ask(seed, limit=450, ids=(12,)) for seed in range(8)]
+            tasks = [asyncio.create_task(life.backend.generate(request)) for request in requests]
+            await asyncio.sleep(wait)
+            for request in requests:
+                await life.backend.abort(request)
+                await life.backend.abort(request)
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            given_up = [end for end in ends if isinstance(end, asyncio.CancelledError)]
+            assert all(isinstance(end, Generation) for end in ends if end not in given_up)
+            if given_up:
+                break
         assert given_up
-        assert all(isinstance(end, Generation) for end in ends if end not in given_up)
         await life.backend.generate(ask())
 
     life.run(scene())
@@ -268,11 +275,14 @@ def test_responses_in_progress_are_sampled_anew_where_the_pause_aborts_them(life
     async def scene() -> list[Generation]:
         url = life.backend._links.current.server.url
         backend = SglangBackend(SglangConfig(base_url=url, pause_mode="abort"), fixtures.context())
-        await backend.receive(folder_offer(6, 1))
-        tasks = [asyncio.create_task(backend.generate(ask(seed, limit=480, ids=(12,)))) for seed in range(16)]
-        await asyncio.sleep(0.3)
-        assert await backend.receive(folder_offer(7, 0)) == 7
-        answers = await asyncio.gather(*tasks)
+        for wait in WAITS:
+            await backend.receive(folder_offer(6, 1))
+            tasks = [asyncio.create_task(backend.generate(ask(seed, limit=480, ids=(12,)))) for seed in range(16)]
+            await asyncio.sleep(wait)
+            assert await backend.receive(folder_offer(7, 0)) == 7
+            answers = await asyncio.gather(*tasks)
+            if any(answer.versions[0] == 7 for answer in answers):
+                break
         await backend.close()
         return answers
 

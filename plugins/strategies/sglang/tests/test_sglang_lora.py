@@ -149,7 +149,7 @@ def test_an_adapter_that_arrives_in_mid_generation_divides_the_response(backend:
     def divided(answers: list[Generation]) -> list[tuple[Request, Generation]]:
         return [(r, a) for r, a in zip(requests, answers, strict=True) if len(set(a.versions.tolist())) == 2]
 
-    for wait in (0.3, 1.0, 3.0):  # until some are under way, and not all at their end: how long that is depends on the machine
+    for wait in (0.3, 0.1, 1.0, 3.0):  # until some are under way, and not all at their end: how long that is depends on the machine
         run(bring(backend, adapters(2), 5, "safetensors"))
         if found := divided(run(scene(6, adapters(1), wait))):
             break
@@ -159,9 +159,11 @@ def test_an_adapter_that_arrives_in_mid_generation_divides_the_response(backend:
         of = answer.versions == version
         assert differences(request, answer, adapters(seed))[of].max() < ATOL
         assert differences(request, answer, adapters(3 - seed))[of].max() > 0.1
-    same = run(scene(7, adapters(1), wait))  # equal weights: the cut leaves no trace in the tokens
-    whole = run(scene(8, adapters(1), wait))
+    for version in range(7, 17):  # equal weights: the cut leaves no trace in the tokens
+        if divided(same := run(scene(version, adapters(1), wait))):
+            break
     assert divided(same)
+    whole = run(scene(17, adapters(1), wait))
     assert [a.ids.tolist() for a in same] == [a.ids.tolist() for a in whole]
 
 
