@@ -76,6 +76,10 @@ async def broadcast(backend: SglangBackend, sender: Broadcast, version: int, mod
     sending = asyncio.create_task(asyncio.to_thread(sender.send, buckets(state.items(), 1)))
     try:
         return await backend.receive(Offer("process_group", version, sender.payload))
+    except EngineError as error:
+        (told,) = await asyncio.gather(sending, return_exceptions=True)
+        error.add_note(f"the trainer's side: {told!r}")
+        raise
     finally:
         await asyncio.gather(sending, return_exceptions=True)
 
