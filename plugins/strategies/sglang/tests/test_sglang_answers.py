@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -154,6 +155,19 @@ def test_the_seeds_hash_is_murmur3_of_seed_position_and_column() -> None:
     ]
     assert found.dtype == torch.uint32
     assert found.to(torch.int64).tolist() == expected
+
+
+def test_a_kernel_package_that_lacks_the_hash_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines without AMX have stand-ins for the native package installed."""
+    monkeypatch.setitem(sys.modules, "sgl_kernel", ModuleType("sgl_kernel"))
+    made = preparations()
+    for _ in range(2):  # the second time all is there
+        made._define_operators()
+    seeds, positions, columns = torch.tensor([5, 6]).to(torch.uint64), torch.tensor([0, 3]), torch.tensor([0, 1, 2])
+    found = torch.ops.sgl_kernel.murmur_hash32_cpu.default(seeds, positions, columns)
+    assert found.tolist() == made.murmur_hash32(seeds, positions, columns).tolist()
+    assert all(hasattr(torch.ops.sgl_kernel, f"{name}_cpu") for name in made.NAMED)
+    made._libraries.clear()
 
 
 def test_an_answer_that_was_broken_off_goes_on_as_one() -> None:

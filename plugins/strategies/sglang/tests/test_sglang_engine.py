@@ -109,21 +109,21 @@ def test_log_probs_are_the_models_after_an_update_from_a_folder(life: Life, fold
 
 
 def test_log_probs_are_the_models_after_updates_by_a_process_group(life: Life, folder_offer: Offers) -> None:
-    hub, groups = Hub("", torch.device("cpu"), 240.0), set()
+    hub, groups = Hub("", torch.device("cpu"), 60.0), set()
     for model in (1, 0):
         assert life.run(broadcast(life.backend, hub.sender(1), 2, model)) == 2
         parity(life, model, 0.7)
         groups.add(hub.name)
     assert len(groups) == 1, "the group is kept from update to update"
     hub.close()
-    other = Hub("", torch.device("cpu"), 240.0)  # as a trainer that was started again
+    other = Hub("", torch.device("cpu"), 60.0)  # as a trainer that was started again
     assert life.run(broadcast(life.backend, other.sender(1), 2, 1)) == 2
     parity(life, 1, 1.0)
     other.close()
 
 
 def test_a_process_group_without_its_trainer_or_with_an_absent_partner_ends_in_one_error(life: Life, folder_offer: Offers) -> None:
-    hub = Hub("", torch.device("cpu"), 8.0)
+    hub = Hub("", torch.device("cpu"), 3.0)
     gone = hub.sender(1)
     gone.close()
     with pytest.raises(EngineError, match=r"weight update: the trainer's offer at 127\.0\.0\.1:\d+ is gone"):
@@ -133,12 +133,10 @@ def test_a_process_group_without_its_trainer_or_with_an_absent_partner_ends_in_o
     begun = time.monotonic()
     with pytest.raises(EngineError, match="weight update: the trainer stopped sending"):
         life.run(broadcast(life.backend, hub.sender(2), 2, 1))
-    assert time.monotonic() - begun < 60
-    hub.close()
-    patient = Hub("", torch.device("cpu"), 240.0)
-    assert life.run(broadcast(life.backend, patient.sender(1), 2, 1)) == 2
+    assert time.monotonic() - begun < 15
+    assert life.run(broadcast(life.backend, hub.sender(1), 2, 1)) == 2
     parity(life, 1, 1.0)
-    patient.close()
+    hub.close()
     assert life.run(life.backend.receive(folder_offer(2, 0))) == 2
 
 

@@ -47,7 +47,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
-                parameter.data.normal_(0, 0.3, generator=generator)
+                parameter.data.normal_(0, 0.2, generator=generator)
         folder = tmp_path_factory.mktemp(f"adapter-{seed}")
         model.save_pretrained(str(folder))
         return Path(folder)

@@ -33,7 +33,7 @@ LIMIT = 8
 def seeing(place: Path, seed: int) -> Path:
     """A small Qwen2.5-VL, wide enough that another image or weight shows in every log-prob."""
     source = pytest.importorskip("turnwise_hf.source", reason="the model and its chat come from turnwise-hf")
-    facts = {"architecture": "qwen2_5_vl", "hidden_size": 64, "num_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 512}
+    facts = {"architecture": "qwen2_5_vl", "hidden_size": 64, "num_heads": 2, "initializer_range": 0.15, "max_position_embeddings": 512}
     texts = [{"role": "user", "content": text} for text in ("Which way?", "Left", "Down", "Right", "Up", "one two three a b")]
     folder: Path = source.HfModelSource(None, ModelSourceContext(cache=place, texts=lambda: texts)).prepare({"recipe": {**facts, "seed": seed}})
     return folder

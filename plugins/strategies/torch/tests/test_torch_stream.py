@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import tempfile
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from turnwise.errors import EngineError, TrainerError
 from turnwise_torch import stream
-from turnwise_torch.stream import Bucket, Sender, buckets, receive
+from turnwise_torch.stream import Bucket, Lines, Sender, buckets, receive
 
 
 def weights() -> list[tuple[str, Tensor]]:
@@ -192,6 +194,22 @@ def test_a_sender_that_fails_ends_the_reading() -> None:
     with pytest.raises(EngineError, match="stopped sending"):
         list(receive(sender.payload, 10))
     writer.join()
+
+
+def test_who_hung_up_is_known_in_a_process_with_many_open_files() -> None:
+    high = 2000
+    if (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) <= high:
+        pytest.skip(f"a process may open {limit} files here (ulimit -n)")
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, high)) as numbered:
+        line = Lines(numbered, 1.0)
+        assert not line.gone
+        theirs.sendall(b"{}\n")
+        assert not line.gone
+        assert line.read() == {}
+        theirs.close()
+        assert line.gone
+        line.close()
 
 
 def test_an_offer_that_is_gone_is_told() -> None:

@@ -75,7 +75,7 @@ class Lab:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
         return model
 
     async def send(self, named: Any, size: int = 20_000, sender: Any = None, adapter: Any = None) -> int:
@@ -170,7 +170,7 @@ def adapted() -> Callable[..., Any]:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_" in name:
-                    parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+                    parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
         if place is not None:
             model.save_pretrained(str(place))
         config = json.loads(json.dumps(model.peft_config["default"].to_dict(), default=sorted))

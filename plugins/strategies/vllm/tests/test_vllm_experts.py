@@ -30,7 +30,7 @@ def experts(make_lab: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
 
     place: Path = tmp_path_factory.mktemp("experts")
     source = HfModelSource(None, ModelSourceContext(cache=place, texts=lambda: [{"role": "user", "content": text} for text in TEXTS]))
-    recipe = {"architecture": "qwen3_moe", "hidden_size": 64, "num_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 512}
+    recipe = {"architecture": "qwen3_moe", "hidden_size": 64, "num_heads": 2, "initializer_range": 0.15, "max_position_embeddings": 512}
     folder = source.prepare({"recipe": recipe})
     lab = make_lab({"load_format": "auto"}, model=folder, chat=source.chat(folder))
     yield lab

@@ -69,7 +69,7 @@ def test_weights_stream_into_the_server_and_cached_prompts_are_read_again(runner
         before = await attached.generate(request)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(0.2 * torch.randn(parameter.shape))
+                parameter.add_(0.1 * torch.randn(parameter.shape))
         sender = Sender(1, 60)
         thread = threading.Thread(target=lambda: sender.send(buckets(model.state_dict().items(), 20_000)))
         thread.start()

@@ -217,7 +217,9 @@ class Lines:
     @property
     def gone(self) -> bool:
         """Whether the other side hung up, without waiting."""
-        if not select.select([self._connection], [], [], 0)[0]:
+        look = select.poll()  # select.select knows no descriptor above 1023
+        look.register(self._connection, select.POLLIN)
+        if not look.poll(0):
             return False
         try:
             return not self._connection.recv(1, socket.MSG_PEEK)

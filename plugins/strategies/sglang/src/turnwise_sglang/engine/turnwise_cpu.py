@@ -72,14 +72,13 @@ def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _NativeKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The last to be asked for `sgl_kernel`: a package whose every attribute is a function that raises, and the one operator that seeds need."""
+    """The last to be asked for `sgl_kernel`: a package whose every attribute is a function that raises."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if name == "sgl_kernel" else None
 
     def exec_module(self, module: types.ModuleType) -> None:
         module.__getattr__ = _missing  # type: ignore[method-assign]
-        _define_hash()
 
 
 def _missing(name: str) -> Callable[..., NoReturn]:
@@ -94,6 +93,7 @@ def _missing(name: str) -> Callable[..., NoReturn]:
 
 def allow_seeds() -> None:
     """Let `enable_deterministic_inference` work on a CPU: SGLang's seeded sampling, without its batch-invariant GPU kernels."""
+    _define_operators()
     from sglang.srt import batch_invariant_ops
     from sglang.srt.arg_groups import choices
 
@@ -103,14 +103,18 @@ def allow_seeds() -> None:
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
 
 
-def _define_hash() -> None:
+def _define_operators() -> None:
+    """What the kernel package, the real one or a stand-in, does not define: the hash for seeds, and names that are only looked up."""
+    import sgl_kernel  # type: ignore[import-not-found]  # noqa: F401 - first: to define an operator twice is an error
     import torch
 
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
-    library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
-    library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
+        library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
+        library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
     for name in NAMED:
-        library.define(f"{name}_cpu() -> ()")
+        if not hasattr(torch.ops.sgl_kernel, f"{name}_cpu"):
+            library.define(f"{name}_cpu() -> ()")
     _libraries.append(library)
 
 
