@@ -11,46 +11,8 @@ from click.testing import CliRunner
 
 from turnwise.cli.main import main
 
-ENVIRONMENT = '''
-import numpy as np
-import turnwise
-
-
-class Lamp:
-    """A lamp on the left or on the right; go there, three times."""
-
-    def __init__(self, size=56):
-        self.size = size
-
-    def _show(self):
-        picture = np.zeros((self.size, self.size, 3), np.uint8)
-        half = self.size // 2
-        picture[:, :half] = 255 * (self.side == "Left")
-        picture[:, half:] = 255 * (self.side == "Right")
-        return [{"type": "image", "image": picture}, {"type": "text", "text": "Where is the light?"}]
-
-    def reset(self, *, seed=None, options=None):
-        self.random = np.random.default_rng(seed)
-        self.turns = 0
-        self.side = str(self.random.choice(["Left", "Right"]))
-        return self._show(), {"actions": ["Left", "Right"]}
-
-    def step(self, action):
-        self.turns += 1
-        right = action.strip() == self.side
-        self.side = str(self.random.choice(["Left", "Right"]))
-        return self._show(), float(right) + len(action) / 100, self.turns == 3, False, {"actions": ["Left", "Right"], "success": right}
-
-    def close(self):
-        pass
-
-
-@turnwise.hookimpl
-def environments():
-    return [turnwise.Implementation("lamp", Lamp)]
-'''
 RUN = """
-plugins: [./lamp.py, turnwise-managers, turnwise-hf, turnwise-torch, turnwise-grpo, turnwise-losses, turnwise-batching]
+plugins: [turnwise.testing.plugin, turnwise-managers, turnwise-hf, turnwise-torch, turnwise-grpo, turnwise-losses, turnwise-batching]
 output_dir: run
 pretrain: {recipe: {architecture: qwen2_5_vl, hidden_size: 32, num_heads: 4, initializer_range: 0.1}}
 max_steps: 2
@@ -67,7 +29,12 @@ actor_infer:
   strategy_args: {strategy_name: hf}
 train_env_manager: {num_env_groups: 2, group_size: 4, tags: [Lamp]}
 custom_envs:
-  Lamp: {env_type: lamp, env_manager: {use: MANAGER, action_pattern: (.*)}, max_steps: 3, step: inline}
+  Lamp:
+    env_type: fake_lamp
+    env_config: {height: 56, width: 56, turns: 3}
+    env_manager: {use: MANAGER, action_pattern: (.*)}
+    max_steps: 3
+    step: inline
 track_with: [jsonl]
 """
 
@@ -75,7 +42,6 @@ track_with: [jsonl]
 @pytest.mark.parametrize("manager", ["stepwise", "trajectory"])
 def test_a_run_on_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manager: str) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("lamp.py").write_text(ENVIRONMENT)
     Path("run.yaml").write_text(RUN.replace("MANAGER", manager))
     done = CliRunner().invoke(main, ["train", "run.yaml"])
     assert done.exit_code == 0, done.output

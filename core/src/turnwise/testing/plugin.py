@@ -5,9 +5,10 @@ from turnwise.hookspecs import Implementation, hookimpl
 
 @hookimpl
 def environments() -> list[Implementation]:
-    """The counting game."""
+    """The counting game, and one of pictures."""
     return [
-        Implementation("fake_env", "turnwise.testing.fakes:FakeEnvironment", aliases=("fake",), summary="a counting game that can fail in every way")
+        Implementation("fake_env", "turnwise.testing.fakes:FakeEnvironment", aliases=("fake",), summary="a counting game that can fail in every way"),
+        Implementation("fake_lamp", "turnwise.testing.fake_lamp:FakeLamp", summary="pictures that are lit on one side"),
     ]
 
 

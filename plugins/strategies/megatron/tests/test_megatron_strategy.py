@@ -59,17 +59,21 @@ def test_the_conformance_kit_passes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-def test_five_updates_of_one_process_are_those_of_plain_torch(lab: Any, qwen2: Path, build: Any, distributed: bool) -> None:
-    updates = lab.five_updates()
-    plain = lab.plain_training(qwen2, updates)
-    strategy = build(MegatronConfig(betas=(0.9, 0.95), eps=1e-6, use_distributed_optimizer=distributed, logits_chunk=3))
+def assert_trains_like(plain: dict[str, Any], strategy: MegatronStrategy, updates: list[Update]) -> None:
     results = [strategy.update(update) for update in updates]
     np.testing.assert_allclose([result.loss for result in results], plain["losses"], atol=1e-5, rtol=1e-5)
     np.testing.assert_allclose([result.grad_norm for result in results], plain["norms"], rtol=1e-5)
     after = weights(strategy)
     for name, expected in plain["after"].items():
         np.testing.assert_allclose(after[name], expected, atol=1e-4, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_five_updates_of_one_process_are_those_of_plain_torch(lab: Any, qwen2: Path, build: Any, distributed: bool) -> None:
+    updates = lab.five_updates()
+    plain = lab.plain_training(qwen2, updates)
+    strategy = build(MegatronConfig(betas=(0.9, 0.95), eps=1e-6, use_distributed_optimizer=distributed, logits_chunk=3))
+    assert_trains_like(plain, strategy, updates)
 
 
 @pytest.mark.parametrize("ratio_type", ["token", "segment"])
@@ -131,12 +135,7 @@ def test_five_updates_of_experts_are_those_of_plain_torch(lab: Any, tmp_path: Pa
     folder, updates = lab.make_model(tmp_path / "model", "qwen3_moe", False, **changes), lab.five_updates()
     plain = lab.plain_training(folder, updates)
     strategy = build(MegatronConfig(betas=(0.9, 0.95), eps=1e-6, recompute_granularity="full"), model=folder)
-    results = [strategy.update(update) for update in updates]
-    np.testing.assert_allclose([result.loss for result in results], plain["losses"], atol=1e-5, rtol=1e-5)
-    np.testing.assert_allclose([result.grad_norm for result in results], plain["norms"], rtol=1e-5)
-    after = weights(strategy)
-    for name, expected in plain["after"].items():
-        np.testing.assert_allclose(after[name], expected, atol=1e-4, rtol=0, err_msg=name)
+    assert_trains_like(plain, strategy, updates)
 
 
 def test_experts_that_a_folder_holds_as_one_tensor_are_read_as_well(lab: Any, tmp_path: Path, build: Any) -> None:

@@ -71,42 +71,8 @@ def test_a_run_trains_on_what_vllm_samples(tmp_path: Path) -> None:
     assert max(gaps) < 1e-3
 
 
-LAMP = '''
-import numpy as np
-import turnwise
-
-
-class Lamp:
-    """A lamp on the left or on the right of a picture that is resized for the model; go there, twice."""
-
-    def _show(self):
-        picture = np.zeros((50, 70, 3), np.uint8)
-        picture[:, :35] = 255 * (self.side == "Left")
-        picture[:, 35:] = 255 * (self.side == "Right")
-        return [{"type": "image", "image": picture}, {"type": "text", "text": "Where is the light?"}]
-
-    def reset(self, *, seed=None, options=None):
-        self.random = np.random.default_rng(seed)
-        self.turns = 0
-        self.side = str(self.random.choice(["Left", "Right"]))
-        return self._show(), {"actions": ["Left", "Right"]}
-
-    def step(self, action):
-        self.turns += 1
-        right = action.strip() == self.side
-        self.side = str(self.random.choice(["Left", "Right"]))
-        return self._show(), float(right) + len(action) / 100, self.turns == 2, False, {"actions": ["Left", "Right"], "success": right}
-
-    def close(self):
-        pass
-
-
-@turnwise.hookimpl
-def environments():
-    return [turnwise.Implementation("lamp", Lamp)]
-'''
 PICTURES = """
-plugins: [./lamp.py, turnwise-managers, turnwise-hf, turnwise-torch, turnwise-vllm, turnwise-grpo, turnwise-losses, turnwise-batching]
+plugins: [turnwise.testing.plugin, turnwise-managers, turnwise-hf, turnwise-torch, turnwise-vllm, turnwise-grpo, turnwise-losses, turnwise-batching]
 output_dir: run
 pretrain: {{recipe: {{architecture: qwen2_5_vl, hidden_size: 64, num_heads: 2, initializer_range: 0.1}}}}
 max_steps: 2
@@ -123,13 +89,12 @@ actor_infer:
   strategy_args: {{strategy_name: vllm, strategy_config: {options}}}
 train_env_manager: {{num_env_groups: 2, group_size: 4, tags: [Lamp]}}
 custom_envs:
-  Lamp: {{env_type: lamp, env_manager: {{use: trajectory, action_pattern: (.*)}}, max_steps: 2, step: inline}}
+  Lamp: {{env_type: fake_lamp, env_manager: {{use: trajectory, action_pattern: (.*)}}, max_steps: 2, step: inline}}
 track_with: [jsonl]
 """
 
 
 def test_a_run_on_pictures(tmp_path: Path, vision_options: dict[str, Any]) -> None:
-    (tmp_path / "lamp.py").write_text(LAMP, encoding="utf-8")
     (tmp_path / "run.yaml").write_text(PICTURES.format(options=json.dumps({"load_format": "dummy", **vision_options})), encoding="utf-8")
     code = "from turnwise.cli.main import main; main()"
     command = [sys.executable, "-c", code, "train", "run.yaml"]

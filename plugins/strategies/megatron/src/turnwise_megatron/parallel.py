@@ -127,15 +127,6 @@ def join(config: MegatronConfig, ranks: Ranks, device: torch.device, seed: int) 
                 create_gloo_process_groups=False,
             )
             tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    experts = ExpertParallel(
-        size=parallel_state.get_expert_model_parallel_world_size(),
-        rank=parallel_state.get_expert_model_parallel_rank(),
-        tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
-        tensor=parallel_state.get_expert_tensor_parallel_rank(),
-        replica=parallel_state.get_expert_data_parallel_rank(),
-        owner=dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group())[0],
-        group=parallel_state.get_expert_tensor_and_model_parallel_group(),
-    )
     made = Parallel(
         sizes=sizes,
         rank=dist.get_rank(),
@@ -149,8 +140,23 @@ def join(config: MegatronConfig, ranks: Ranks, device: torch.device, seed: int) 
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
         context_group=parallel_state.get_context_parallel_group(),
         pipeline_ranks=tuple(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())),
-        experts=experts,
+        experts=_experts(),
         own_default=own,
     )
     _users.append(made)
     return made
+
+
+def _experts() -> ExpertParallel:
+    """This process's place in the groups that were made last."""
+    from megatron.core import parallel_state
+
+    return ExpertParallel(
+        size=parallel_state.get_expert_model_parallel_world_size(),
+        rank=parallel_state.get_expert_model_parallel_rank(),
+        tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        tensor=parallel_state.get_expert_tensor_parallel_rank(),
+        replica=parallel_state.get_expert_data_parallel_rank(),
+        owner=dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group())[0],
+        group=parallel_state.get_expert_tensor_and_model_parallel_group(),
+    )

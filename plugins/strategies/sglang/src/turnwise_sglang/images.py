@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from turnwise.contracts.inference import InferenceContext
-from turnwise.errors import ConfigError, EngineError
+from turnwise.errors import EngineError
 from turnwise_sglang.config import SglangConfig
 
 if TYPE_CHECKING:
@@ -51,12 +51,7 @@ class Images:
     def told(self, ids: np.ndarray, images: Sequence[np.ndarray]) -> dict[str, Any]:
         """`input_ids` and `image_data` for ids [n] and images uint8 [H, W, 3]. Raises EngineError: they do not belong together, or the model's
         images are not understood."""
-        try:
-            mask, found = self._vision.find(ids, images)
-        except ConfigError as error:
-            raise EngineError(f"the prompt does not fit its images: {error}") from error
-        if len(found) != len(images):
-            raise EngineError(f"the prompt holds {len(found)} of its {len(images)} images")
+        mask = self._vision.in_prompt(ids, images)
         if (ids[~mask] == self._vision.token).any():
             raise EngineError("the prompt holds an image token that the model sampled, which SGLang would take for an image. Fix: hf or vllm")
         inside = mask & np.concatenate([[False], mask[:-1]])

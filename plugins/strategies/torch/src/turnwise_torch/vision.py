@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from turnwise.errors import ConfigError, listed
+from turnwise.errors import ConfigError, EngineError, listed
 
 ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl")
 """Model types whose images are runs of one token and whose positions come from `get_rope_index` (Wang et al. 2024, arXiv 2409.12191)."""
@@ -24,6 +24,11 @@ _KEPT = 512
 def has_vision(folder: Path) -> bool:
     """Whether the model in `folder` has a vision tower."""
     return "vision_config" in _facts(Path(folder))
+
+
+def digest(image: np.ndarray) -> str:
+    """The same for equal images only."""
+    return hashlib.blake2b(image.tobytes() + repr(image.shape).encode(), digest_size=16).hexdigest()
 
 
 @frozen(eq=False)
@@ -53,7 +58,7 @@ class Vision:
             self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"{folder} has no image processor ({str(error).splitlines()[0]}). Fix: save the model's processor into it") from error
-        self._known: OrderedDict[bytes, tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[np.ndarray, np.ndarray]] = OrderedDict()
 
     def tokens(self, image: np.ndarray) -> int:
         """How many tokens `image` (uint8 H×W×3) becomes."""
@@ -93,8 +98,18 @@ class Vision:
             found.append(images[len(found)])
         return mask, found
 
+    def in_prompt(self, ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
+        """bool [n]: which of a prompt's `ids` stand for its `images`. Raises EngineError where they do not belong together."""
+        try:
+            mask, found = self.find(ids, images)
+        except ConfigError as error:
+            raise EngineError(f"the prompt does not fit its images: {error}") from error
+        if len(found) != len(images):
+            raise EngineError(f"the prompt holds {len(found)} of its {len(images)} images")
+        return mask
+
     def _processed(self, image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        key = hashlib.blake2b(image.tobytes() + repr(image.shape).encode(), digest_size=16).digest()
+        key = digest(image)
         known = self._known.get(key)
         if known is None:
             done = self._processor(images=[image], return_tensors="np")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 
 import numpy as np
 from attrs import frozen
-
-from turnwise.errors import EngineError, TurnwiseError
 
 _declared: list[Any] = []
 """torch.library keeps definitions only as long as their Library lives."""
@@ -41,21 +38,16 @@ class Pictures:
         """The images, in order of the ids [n]. Raises EngineError: ids and images do not belong together."""
         import torch
 
-        try:
-            mask, found = self._vision.find(ids, images)
-        except TurnwiseError as error:
-            raise EngineError(f"the prompt does not fit its images: {error}") from error
-        if len(found) != len(images):
-            raise EngineError(f"the prompt holds {len(found)} of its {len(images)} images")
-        places, out = iter(np.flatnonzero(mask).tolist()), []
-        for image in found:
+        from turnwise_torch.vision import digest
+
+        places, out = iter(np.flatnonzero(self._vision.in_prompt(ids, images)).tolist()), []
+        for image in images:
             offset, length = next(places), self._vision.tokens(image)
             for _ in range(length - 1):
                 next(places)
             pixels = self._vision.pixels([image], torch.device("cpu"))
             assert pixels is not None
-            digest = hashlib.blake2b(image.tobytes() + repr(image.shape).encode(), digest_size=16).hexdigest()
-            out.append(Picture(offset, length, pixels.values, pixels.grid[0], digest))
+            out.append(Picture(offset, length, pixels.values, pixels.grid[0], digest(image)))
         return out
 
 
