@@ -2,13 +2,15 @@
 
     python benchmarks/matrix.py [--steps 60] [--only vllm deepspeed …] [--write]
 
-A run that is in the work folder already is not run again. `--write` puts the table under benchmarks/results/matrix.md and into docs/engines.md.
+A run that the same code finished in the work folder is not run again. `--write` puts the table under benchmarks/results/matrix.md and into
+docs/engines.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -48,6 +50,14 @@ RUNTIMES = {"local": "local", "ray": "{use: ray, device: cpu}"}
 def combinations() -> list[tuple[str, str, str]]:
     """(sampler, trainer, runtime): the local runtime has one process a role."""
     return [(s, t, r) for s in SAMPLERS for t in TRAINERS for r in RUNTIMES if r == "ray" or t == "torch"]
+
+
+def code() -> str:
+    """The same for equal sources of Turnwise and an equal YAML: figures of other ones are not mixed into a table."""
+    digest = hashlib.sha256(CONFIG.read_bytes())
+    for path in sorted([*ROOT.glob("core/src/**/*.py"), *ROOT.glob("plugins/*/*/src/**/*.py")]):
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def run(sampler: str, trainer: str, runtime: str, steps: int, work: Path) -> dict[str, float | str]:
@@ -124,10 +134,12 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "matrix")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    results = {}
+    if options.only and options.write:
+        parser.error("--write is for the whole table. Fix: leave out --only")
+    work, results = options.work / f"{code()}-{options.steps}", {}
     for one in combinations():
         if all(any(word.lower() in part.lower() for part in one) for word in options.only):
-            results[one] = run(*one, options.steps, options.work)
+            results[one] = run(*one, options.steps, work)
             print(one, results[one], flush=True)
     text = table(results, options.steps)
     print(text)

@@ -64,8 +64,8 @@ class Counted:
 
     @staticmethod
     def _distribution(nodeid: str) -> str:
-        found = re.match(r"plugins/[^/]+/([^/]+)/", nodeid)
-        return found.group(1) if found else "whole runs"
+        found = re.match(r"plugins/[^/]+/([^/]+)/|tests/test_readmes\.py::.*\[(\w+)\]", nodeid)
+        return found[1] or found[2] if found else "whole runs"
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from turnwise.plugins import Registry, registry
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("plugins/*/*/README.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
 CORE = ROOT / "core" / "src" / "turnwise"
 METRIC = re.compile(r"^(correction|critic|policy|rollout|tokens|tps|group|env|val|system|time)/")
 

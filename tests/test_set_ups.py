@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +92,15 @@ LACKS = {
 }
 
 
+@pytest.mark.parametrize("where", ["", pytest.param("engines", marks=pytest.mark.engines)])
 @pytest.mark.parametrize("name", SET_UPS)
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_a_set_up_is_right_and_what_is_not_here_is_told_apart(name: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_up_is_right_and_what_is_not_here_is_told_apart(name: str, command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if where and importlib.util.find_spec("vllm") is None:
+        pytest.skip("the engines are not installed here")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    refused = turnwise(command, EXAMPLES / SET_UPS[name])
+    python = os.environ.get("TURNWISE_SGLANG_PYTHON", "") if where and name == "C" else ""
+    refused = turnwise(command, EXAMPLES / SET_UPS[name], *[f"actor_infer.strategy_args.strategy_config.python={python}"] * bool(python))
     assert refused.exit_code == 3
     told = [line for line in refused.stderr.splitlines() if not line.startswith(("note: ", "warning: "))]
     assert not [line for line in told if line.startswith("config: ")]

@@ -15,7 +15,8 @@ from attrs import evolve
 
 from turnwise.config.loader import load
 from turnwise.config.schema import Choice, CustomEnv, EnvManagerConfig, RunConfig
-from turnwise.contracts.inference import GeneratingArgs
+from turnwise.contracts.inference import GeneratingArgs, InferenceContext
+from turnwise.contracts.train import Lora
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.pipeline import assembly, checkpoint, play
 from turnwise.plugins import Registry
@@ -106,6 +107,31 @@ def test_the_model_of_pretrain_plays_the_same_twice_and_other_tasks_under_anothe
 
     assert seen() == seen()
     assert seen() != seen(5)
+
+
+def test_a_backend_that_plays_is_told_that_no_weights_will_come(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, init = list[InferenceContext](), FakeBackend.__init__
+
+    def told(self: FakeBackend, config: Any, context: InferenceContext) -> None:
+        built.append(context)
+        init(self, config, context)
+
+    monkeypatch.setattr(FakeBackend, "__init__", told)
+    run(play.with_tasks(config))
+    (context,) = built
+    assert not context.updates and context.needs_its_model
+    assert not evolve(context, updates=True).needs_its_model
+    assert evolve(context, updates=True, lora=Lora(4, 8)).needs_its_model
+
+
+def test_a_model_is_known_by_its_folder_and_by_its_name_in_the_hubs_cache(tmp_path: Path) -> None:
+    folder = tmp_path / "models--owner--name" / "snapshots" / "0a1b"
+    folder.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    context = InferenceContext(folder, None)
+    assert all(context.is_model(named) for named in ("owner/name", str(folder), str(tmp_path / "link"), f"{folder}/"))
+    assert not any(context.is_model(named) for named in ("owner/names", "name", "/other", ""))
+    assert not InferenceContext(None, None).is_model("owner/name")
 
 
 def test_a_backend_with_tokens_may_play_too(config: RunConfig) -> None:

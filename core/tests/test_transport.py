@@ -11,7 +11,7 @@ import pytest
 from turnwise.config.schema import EnvManagerConfig, ModelArgs, Role, RunConfig
 from turnwise.contracts.inference import receivers
 from turnwise.contracts.train import Offer
-from turnwise.errors import EngineError, TrainerError
+from turnwise.errors import EngineError, OutOfMemory, TrainerError
 from turnwise.pipeline import transport
 from turnwise.pipeline.transport import choose, deliver, update
 
@@ -104,6 +104,20 @@ def passed(side: Side) -> int:
             await asyncio.sleep(0)  # what is given up learns of it
 
     return asyncio.run(whole())
+
+
+def test_a_trainer_without_memory_is_told_though_the_backend_noticed_first() -> None:
+    class Late(Side):
+        async def call(self, method: str, *args: Any) -> Any:
+            if method == "send":
+                await asyncio.sleep(0.05)
+            return await super().call(method, *args)
+
+    gone = EngineError("the trainer stopped sending")
+    with pytest.raises(OutOfMemory, match="lower model_update_buffer_size_mb"):
+        passed(Late(send=OutOfMemory("lower model_update_buffer_size_mb"), receive=gone))
+    with pytest.raises(EngineError, match="the trainer stopped sending"):
+        passed(Late(send=TrainerError("one stopped reading"), receive=gone))
 
 
 def test_the_version_is_the_backends() -> None:

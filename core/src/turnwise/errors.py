@@ -46,6 +46,10 @@ class TrainerError(TurnwiseError):
     """A training strategy could not do its work (out of memory, a non-finite loss, a lost rank)."""
 
 
+class OutOfMemory(TrainerError):
+    """A training role's memory did not do. What others tell at the same time (a backend whose sender is gone) follows from it."""
+
+
 class CheckpointError(TurnwiseError, ValueError):
     """A checkpoint or model folder is missing, incomplete or belongs to another configuration."""
 

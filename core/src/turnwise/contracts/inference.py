@@ -52,7 +52,8 @@ class InferenceContext:
     """What a backend is built with: the prepared model folder and its chat (None for players that need no model), the seed,
     `dtype` (bf16 | fp16 | fp32), `attn_implementation`, the devices, the largest sequence, and how long a weight update may take.
 
-    `lora`: the adapters that every weight update will bring alone (`Offer.adapter`), over the weights of `model`; None: whole weights come."""
+    `lora`: the adapters that every weight update will bring alone (`Offer.adapter`), over the weights of `model`; None: whole weights come.
+    `updates`: whether weights will be sent at all; False (evaluation, episodes to look at): those of `model` have to serve."""
 
     model: Path | None
     chat: Chat | None
@@ -64,6 +65,19 @@ class InferenceContext:
     infer_batch_size: int = 0
     weight_sync_timeout: float = 600.0
     lora: Lora | None = None
+    updates: bool = True
+
+    def is_model(self, named: str) -> bool:
+        """Whether `named`, a folder of this machine or a hub id with which a server was started, is `model`."""
+        if self.model is None:
+            return False
+        fetched = {f"models--{named.replace('/', '--')}"} & {part.name for part in self.model.parents}  # the hub's cache keeps a model so
+        return bool(fetched) or Path(named).expanduser().resolve() == self.model.resolve()
+
+    @property
+    def needs_its_model(self) -> bool:
+        """Whether an engine has to hold the weights of `model` before anything is sent: nobody will send whole ones."""
+        return self.lora is not None or not self.updates
 
 
 class InferenceBackend(Protocol):

@@ -78,7 +78,7 @@ class TrainContext:
 
     `devices`: those of this process alone, `ranks` its place among the processes of the role. `lora`: train adapters only; parameters whose
     names begin with one of `frozen` are not trained. Weights leave for the backend in buckets of `bucket_bytes`; every wait for the
-    other side ends after `weight_sync_timeout` seconds."""
+    other side ends after `weight_sync_timeout` seconds, and every wait of the role's processes for each other after `runtime_timeout`."""
 
     model: Path
     role: str
@@ -103,6 +103,7 @@ class TrainContext:
     frozen: tuple[str, ...] = ()
     bucket_bytes: int = 2**30
     weight_sync_timeout: float = 600.0
+    runtime_timeout: float = 3600.0
 
 
 class TrainStrategy(Protocol):

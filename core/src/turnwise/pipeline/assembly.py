@@ -201,6 +201,7 @@ def train_context(config: RunConfig, role: Role, name: str, model: Path) -> Trai
         frozen=role.model_args.freeze_module_prefix,
         bucket_bytes=config.model_update_buffer_size_mb * 2**20,
         weight_sync_timeout=config.actor_infer.weight_sync_timeout,
+        runtime_timeout=config.runtime_timeout,
     )
 
 

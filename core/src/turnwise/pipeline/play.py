@@ -83,7 +83,7 @@ async def _opponent(config: RunConfig, base: Path, player: Choice | None, model:
         config = evolve(config, actor_infer=evolve(config.actor_infer, device_mapping=()))
     plan = assembly.role_plan(config, "actor_infer", folder, chat)
     os.environ.update(plan.environment)
-    context = evolve(plan.context, lora=None)  # nobody sends adapters here: they are in the exported weights
+    context = evolve(plan.context, lora=None, updates=False)  # nobody sends adapters here: they are in the exported weights
     backend: InferenceBackend = registry().build(plan.kind, plan.implementation, plan.config, context)
     return backend, chat
 

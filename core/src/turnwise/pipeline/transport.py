@@ -10,10 +10,10 @@ from typing import Any
 from turnwise.config.schema import RunConfig
 from turnwise.contracts.inference import receivers
 from turnwise.contracts.train import Offer
-from turnwise.errors import EngineError
+from turnwise.errors import EngineError, OutOfMemory
 
-GRACE_SECONDS = 5.0
-"""After the failure of one side: how long the other may take to notice it and end in good order."""
+GRACE_SECONDS = 10.0
+"""After the failure of one side: how long the other may take to notice it and end in good order; more than a role waits for its own ranks."""
 
 
 def choose(config: RunConfig, offered: Sequence[str], taken: Sequence[str], one_process: bool) -> str:
@@ -64,7 +64,8 @@ async def update(trainer: Any, backend: Any, transport: str, version: int, *, pa
 
 
 async def deliver(trainer: Any, backend: Any, offer: Offer) -> int:
-    """Let the trainer send `offer` and the backend receive it; returns the version that it serves. Raises what the first side to fail raised.
+    """Let the trainer send `offer` and the backend receive it; returns the version that it serves. Raises what the first side to fail raised,
+    but rather a trainer's OutOfMemory, of which a backend notices only that nothing more comes.
 
     The other is then given up: a trainer would wait for a backend that never comes as long as an update may take.
     """
@@ -74,6 +75,8 @@ async def deliver(trainer: Any, backend: Any, offer: Offer) -> int:
         return int(version)
     except Exception:
         await asyncio.wait(sides, timeout=GRACE_SECONDS)
+        if sides[0].done() and not sides[0].cancelled() and isinstance(sides[0].exception(), OutOfMemory):
+            sides[0].result()
         raise
     finally:
         for side in sides:

@@ -53,6 +53,7 @@ def context(folder: Path, **changes: Any) -> TrainContext:
         "infer_batch_size": 4,
         "weight_decay": 0.1,
         "max_grad_norm": 0.1,
+        "runtime_timeout": 200.0,
     }
     return TrainContext(**{**options, **changes})
 

@@ -25,6 +25,7 @@ from turnwise.errors import TurnwiseError
 from turnwise_deepspeed.strategy import DeepspeedStrategy
 from turnwise_torch import base, lora
 from turnwise_torch.broadcast import Member
+from turnwise_torch.objective import build_loss
 from turnwise_torch.stream import receive
 
 
@@ -33,11 +34,11 @@ class OneGroup(base.ProcessGroup):
 
     joined = False
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device, timeout: float) -> None:
         if OneGroup.joined:
             self.ranks, self._device, self._joined = ranks, device, True
         else:
-            super().__init__(ranks, device, timeout=200)
+            super().__init__(ranks, device, timeout)
             OneGroup.joined = True
 
     def close(self) -> None:
@@ -80,7 +81,10 @@ def case(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         if "load" in job:
             strategy.load(job["load"])
         mine: list[Update] = [evolve(update, rows=share(update.rows, ranks)) for update in job.get("updates", ())]
-        out["results"] = run_updates(strategy, mine) if mine else []
+        out["results"] = run_updates(strategy, mine) if mine and "objectives" not in job else []
+        for name, objective in job.get("objectives", {}).items():
+            strategy.context, strategy.loss = evolve(strategy.context, objective=objective), build_loss(objective)
+            out[name] = run_updates(strategy, mine)
         if "save" in job:
             strategy.save(job["save"])
             out["after"] = run_updates(strategy, mine)
@@ -88,6 +92,8 @@ def case(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
             infer = strategy.values if job.get("context", {}).get("head") == "value" else strategy.logprobs
             out["log_probs"] = infer(share(job["log_probs"], ranks))
         out["noise"] = torch.rand(2)
+        groups = torch.distributed.distributed_c10d._world.pg_map
+        out["waits"] = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
         if job.get("weights", True):
             out["weights"] = weights_of(strategy)
         if job.get("received"):

@@ -16,7 +16,7 @@ from deepspeed_cases import FORMS, context, five_updates, furthest, make_picture
 
 from turnwise.contracts.train import Lora, LossChoice, Objective
 from turnwise.data.rows import Update
-from turnwise.errors import CheckpointError, ConfigError, TrainerError
+from turnwise.errors import CheckpointError, ConfigError, OutOfMemory, TrainerError
 from turnwise_torch.fixtures import tiny_model, tiny_vision_model
 from turnwise_torch.models import load_causal_lm
 from turnwise_torch.strategy import TorchStrategy
@@ -101,6 +101,36 @@ def test_an_update_that_fails_half_way_leaves_no_gradient(build: Build, plain: C
         strategy.update(first)
     strategy._terms = terms
     assert strategy.update(first).grad_norm == pytest.approx(plain()[0][0].grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "act", "told"),
+    [
+        ("model", "forward", lambda s, f: s.logprobs(make_rows(0, 2)), r"log-probs of actor_train\. Fix: lower actor_train\.infer_batch_size"),
+        ("", "weights", lambda s, f: s.export(f), r"the export of actor_train\. Fix: more devices .*deepspeed_zero3_cpuoffload"),
+        (
+            "",
+            "_new_sender",
+            lambda s, f: s.offer("shared_memory", 1),
+            r"the offer of weights of actor_train\. Fix: lower model_update_buffer",
+        ),
+        ("engine", "save_checkpoint", lambda s, f: s.save(f), r"the checkpoint of actor_train\. Fix: more devices .*deepspeed_zero3_cpuoffload"),
+        ("engine", "load_checkpoint", lambda s, f: (s.save(f), s.load(f)), r"resuming of actor_train\. Fix: more devices"),
+        ("", "_move", lambda s, f: s.onload(), r"onloading of actor_train\. Fix: devices of its own .*deepspeed_zero3_cpuoffload"),
+    ],
+)
+def test_running_out_of_memory_names_phase_role_and_keys(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, act: Callable[..., Any], told: str
+) -> None:
+    def exhausted(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    strategy = build(zero(2))
+    target = strategy.model.base_model if owner == "model" else getattr(strategy, owner) if owner else strategy
+    monkeypatch.setattr(target, name, exhausted)
+    with pytest.raises(OutOfMemory, match=rf"^out of memory, in {told}") as caught:
+        act(strategy, tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_update_without_signal_makes_no_step(build: Build) -> None:

@@ -123,6 +123,7 @@ def context_of(folder: Path, **changes: Any) -> TrainContext:
         "infer_batch_size": 3,
         "bucket_bytes": 4096,
         "weight_sync_timeout": 30.0,
+        "runtime_timeout": 300.0,
     }
     return TrainContext(**{**options, **changes})
 

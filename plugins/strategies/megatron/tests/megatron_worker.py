@@ -60,6 +60,8 @@ def run(case: dict[str, Any], rank: int, size: int, folder: Path) -> dict[str, A
     context = contexts[0]
     strategy = MegatronStrategy(config, context)
     told: dict[str, Any] = {"data_parallel": strategy.data_parallel, "weights": weights(strategy)}
+    groups = [group for group in torch.distributed.distributed_c10d._world.pg_map if group != torch.distributed.GroupMember.NON_GROUP_MEMBER]
+    told["waits"] = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
     given = case["updates"]
     if "rows" in case:
         ask = strategy.values if context.head == "value" else strategy.logprobs
@@ -68,7 +70,7 @@ def run(case: dict[str, Any], rank: int, size: int, folder: Path) -> dict[str, A
     told["objectives"] = {}
     for name, objective in case.get("objectives", {}).items():  # one group for all of them: its port may be another's by now
         strategy.context, strategy.loss = evolve(strategy.context, objective=objective), build_loss(objective)
-        told["objectives"][name] = updated(strategy, case["silent"])[0]
+        told["objectives"][name] = updated(strategy, case["silent"])
     if case.get("resume"):
         strategy.save(folder / "state")
     told["results"] += updated(strategy, given[3:])

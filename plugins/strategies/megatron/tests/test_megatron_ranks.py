@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from turnwise.contracts.train import LossChoice, Objective
 from turnwise.data.dealing import deal, gather, merge_results
+from turnwise.data.rows import Update
+from turnwise.pipeline.aggregation import MODES, token_coefficients
 from turnwise.plugins import registry
 from turnwise_torch.config import TorchConfig
 from turnwise_torch.strategy import TorchStrategy
@@ -69,8 +71,9 @@ def two(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "tensor": {"resume": True, "other": PIPELINE},
         "data": {"resume": True, "other": {"use_distributed_optimizer": False}},
         "expert": {"resume": True, "other": {}, "sent": True, "exported": True},
-        "sequence": {"sent": True},
-        "pipeline": {"sent": True, "exported": True},
+        "sequence": {"resume": True, "other": TENSOR, "sent": True},
+        "pipeline": {"resume": True, "other": TENSOR, "sent": True, "exported": True},
+        "context": {"resume": True, "other": {}},
     }
     return trained(lab, tmp_path_factory.mktemp("two"), 2, TWO, **more)
 
@@ -139,7 +142,11 @@ def test_a_folder_comes_back_bit_by_bit_on_the_first_rank_alone(two: dict[str, A
     assert not any(others)
 
 
-@pytest.mark.parametrize("name", ["tensor", "data", "expert"])
+def test_ranks_wait_for_each_other_as_long_as_the_configuration_says(two: dict[str, Any]) -> None:
+    assert [told["waits"] for each in two["told"] for told in each.values()] == [{300.0}] * 2 * len(TWO)
+
+
+@pytest.mark.parametrize("name", TWO)
 def test_resuming_is_exact_and_another_layout_is_refused_in_one_line(two: dict[str, Any], name: str) -> None:
     check_resuming(two, name)
 
@@ -203,20 +210,31 @@ def test_resuming_four_ranks_that_share_experts_is_exact(four: dict[str, Any], n
     check_resuming(four, name)
 
 
+def aggregated(update: Update) -> list[Update]:
+    """The update with the coefficients of every aggregation mode; it moves nothing."""
+    columns = update.rows.columns
+    owner, rows = columns["sample"], np.arange(len(update.rows))
+    first, lengths = np.unique(owner, return_index=True)[1], np.bincount(owner)
+    made = [token_coefficients(mode, "trajectory", rows, columns["trajectory"][first], columns["weight"][first], lengths, 30.0) for mode in MODES]
+    return [evolve(update, rows=evolve(update.rows, columns={**columns, "coef": coef[owner]}), lr=0.0) for coef in made]
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("config", [{**SEQUENCE}, {"context_parallel_size": 2}, PIPELINE], ids=["sequence", "context", "pipeline"])
-def test_every_loss_has_the_same_objective_on_two_ranks(lab: Any, qwen2: Path, tmp_path: Path, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("config", [SEQUENCE, {"context_parallel_size": 2}, PIPELINE, {}], ids=["sequence", "context", "pipeline", "data"])
+def test_every_loss_under_every_aggregation_is_the_same_objective(lab: Any, qwen2: Path, tmp_path: Path, config: dict[str, Any]) -> None:
     names = [entry.name for entry in registry().entries("policy_loss") if entry.distribution == "turnwise-losses"]
-    update = evolve(lab.five_updates()[0], lr=0.0)
+    updates = aggregated(lab.five_updates()[0])
     objectives = {f"{name}-{ratio}": Objective(LossChoice(name), ratio_type=ratio) for name in names for ratio in ("token", "segment")}
-    case = {"context": lab.context_of(qwen2), "updates": [], "silent": [update], "objectives": objectives, "config": config}
+    case = {"context": lab.context_of(qwen2), "updates": [], "silent": updates, "objectives": objectives, "config": config}
     told = lab.start_ranks(tmp_path, 2, {"losses": case})
     for name, objective in objectives.items():
-        expected = TorchStrategy(TorchConfig(), lab.context_of(qwen2, objective=objective)).update(update)
-        got = told[1]["losses"]["objectives"][name]
-        np.testing.assert_allclose([got.loss, got.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-4, atol=1e-6, err_msg=name)
-        for key, pair in expected.sums.items():
-            np.testing.assert_allclose(got.sums[key], pair, rtol=1e-4, atol=1e-5, err_msg=f"{name} {key}")
+        plain = TorchStrategy(TorchConfig(), lab.context_of(qwen2, objective=objective))
+        parts = zip(*(each["objectives"][name] for each in by_data_rank({"told": told}, "losses")))
+        for mode, update, got in zip(MODES, updates, map(merge_results, parts), strict=True):
+            expected, where = plain.update(update), f"{name} {mode}"
+            np.testing.assert_allclose([got.loss, got.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-4, atol=1e-6, err_msg=where)
+            for key, pair in expected.sums.items():
+                np.testing.assert_allclose(got.sums[key], pair, rtol=1e-4, atol=1e-5, err_msg=f"{where} {key}")
 
 
 @pytest.mark.matrix

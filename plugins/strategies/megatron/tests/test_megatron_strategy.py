@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from turnwise.contracts.train import Lora, LossChoice, Objective, Ranks
 from turnwise.data.rows import Rows, Update
-from turnwise.errors import CheckpointError, ConfigError, TrainerError
+from turnwise.errors import CheckpointError, ConfigError, OutOfMemory, TrainerError
 from turnwise.plugins import registry
 from turnwise_megatron.config import MegatronConfig
 from turnwise_megatron.strategy import MegatronStrategy
@@ -38,6 +40,7 @@ pytestmark = [
 @pytest.fixture
 def build(lab: Any, qwen2: Path) -> Iterator[Any]:
     """Build the strategy on the tiny Qwen2; keywords go to the context, `config` is the strategy's. All are closed in the end."""
+    gc.freeze()  # what is there stays out of the collection below
     made = []
 
     def make(config: MegatronConfig | None = None, model: Path = qwen2, **changes: Any) -> MegatronStrategy:
@@ -47,6 +50,8 @@ def build(lab: Any, qwen2: Path) -> Iterator[Any]:
     yield make
     for strategy in made:
         strategy.close()
+    made.clear()
+    gc.collect()  # Megatron's cycles hold descriptors
 
 
 def weights(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
@@ -234,7 +239,7 @@ def test_a_loss_that_is_not_finite_is_told_and_nothing_moves(lab: Any, build: An
     assert all(tensor.isfinite().all() for _, tensor in strategy.weights())
 
 
-def test_running_out_of_memory_names_phase_role_and_keys(lab: Any, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_names_phase_role_and_keys(lab: Any, build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, update = build(), lab.five_updates()[0]
 
     def exhausted(*_: Any, **__: Any) -> None:
@@ -245,6 +250,17 @@ def test_running_out_of_memory_names_phase_role_and_keys(lab: Any, build: Any, m
         strategy.update(update)
     with pytest.raises(TrainerError, match=r"out of memory, in log-probs of actor_train\. Fix: lower actor_train\.infer_batch_size"):
         strategy.logprobs(update.rows)
+    places = {
+        "weights": (lambda: strategy.export(tmp_path), r"the export of actor_train\. Fix: more devices"),
+        "_new_sender": (lambda: strategy.offer("shared_memory", 1), r"the offer of weights of actor_train\. Fix: lower model_update_buffer_size_mb"),
+        "_facts": (lambda: strategy.save(tmp_path), r"the checkpoint of actor_train\. Fix: more devices"),
+        "_parked": (strategy.onload, r"onloading of actor_train\. Fix: devices of its own"),
+    }
+    for name, (act, told) in places.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(strategy, name, SimpleNamespace(back=exhausted) if name == "_parked" else exhausted)
+            with pytest.raises(OutOfMemory, match=rf"^out of memory, in {told}.* or set higher parallel sizes in actor_train\.strategy_args"):
+                act()
 
 
 def test_another_architecture_is_refused_by_name_before_anything_loads(lab: Any, tmp_path: Path, qwen2: Path) -> None:

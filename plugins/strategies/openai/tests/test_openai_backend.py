@@ -27,6 +27,7 @@ from turnwise_openai.fixtures import Answer, Endpoint, said
 T = TypeVar("T")
 CONTEXT = InferenceContext(None, None)
 Serve = Callable[[Answer], Endpoint]
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
 
 
 @pytest.fixture
@@ -213,28 +214,6 @@ def test_what_can_be_known_before_is_told_before(monkeypatch: pytest.MonkeyPatch
         assert structure(OpenAIConfig, wrong)[1]
 
 
-RUN = """
-exp_name: judged
-plugins: [turnwise-gymnasium, turnwise-managers, turnwise-openai]
-pretrain: {recipe: {hidden_size: 16}}
-rollout_batch_size: 4
-max_steps: 1
-actor_train: {strategy_args: {strategy_name: torch}}
-actor_infer:
-  generating_args: {max_new_tokens: 16}
-  strategy_args: {strategy_name: openai, strategy_config: {model: a-model, base_url: "URL", api_key_env: null}}
-train_env_manager: {num_env_groups: 2, group_size: 2, tags: [FrozenLake]}
-val_env_manager: {num_env_groups: 3, group_size: 1, tags: [FrozenLake], generating_args: {max_new_tokens: 16, temperature: 0.0}}
-custom_envs:
-  FrozenLake:
-    env_type: frozen_lake
-    env_manager: {use: trajectory, action_pattern: (.*)}
-    max_steps: 3
-    env_config: {size: 4}
-track_with: [jsonl]
-"""
-
-
 def turnwise(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "turnwise.cli.main", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd)
@@ -242,17 +221,19 @@ def turnwise(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_eval_and_rollout_play_with_it_and_train_refuses(serve: Serve, tmp_path: Path) -> None:
     endpoint = serve(lambda told: (200, said("Right")))
-    (tmp_path / "run.yaml").write_text(RUN.replace("URL", endpoint.url), encoding="utf-8")
-    done = turnwise("eval", "run.yaml", "--json", cwd=tmp_path)
+    (tmp_path / "run.yaml").write_text(README, encoding="utf-8")
+    there = f"actor_infer.strategy_args.strategy_config.base_url={endpoint.url}"
+    few = "val_env_manager.num_env_groups=3"
+    done = turnwise("eval", "run.yaml", there, few, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
     assert endpoint.seen
     assert endpoint.seen[-1][2]["messages"][-1]["role"] == "user"
-    assert not (tmp_path / "output").exists()
-    done = turnwise("rollout", "run.yaml", "--episodes", "1", cwd=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+    done = turnwise("rollout", "run.yaml", there, "--episodes", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "'Right'" in done.stdout
-    done = turnwise("train", "run.yaml", cwd=tmp_path)
+    done = turnwise("train", "run.yaml", there, cwd=tmp_path)
     assert done.returncode != 0
     assert "gives no token ids" in done.stderr
     assert "Traceback" not in done.stderr

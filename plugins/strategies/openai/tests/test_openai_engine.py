@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,13 +20,28 @@ pytestmark = [pytest.mark.engines, pytest.mark.matrix]
 fixtures = pytest.importorskip("turnwise_sglang.fixtures", reason="turnwise-sglang starts the server of this test")
 
 
-def test_sglangs_endpoint_plays_with_ids_and_log_probs_that_are_the_models() -> None:
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
+EPISODES = 3
+SMALL = (f"val_env_manager.num_env_groups={EPISODES}", "val_env_manager.generating_args.max_new_tokens=16", "custom_envs.FrozenLake.max_steps=2")
+
+
+def judged(folder: Path, url: str) -> str:
+    """What `turnwise eval` prints of the README's YAML with the endpoint at `url`."""
+    (folder / "run.yaml").write_text(README, encoding="utf-8")
+    options = "actor_infer.strategy_args.strategy_config"
+    command = [sys.executable, "-m", "turnwise.cli.main", "eval", "run.yaml", "--json", f"{options}.model=tiny", f"{options}.base_url={url}", *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_sglangs_endpoint_plays_with_ids_and_log_probs_that_are_the_models(tmp_path: Path) -> None:
     from turnwise_sglang.config import SglangConfig
     from turnwise_sglang.link import Links
 
     request = Request(3, GeneratingArgs(temperature=0.7), 12, messages=({"role": "user", "content": "Which way?"},))
 
-    async def scene() -> Generation:
+    async def scene() -> tuple[Generation, str]:
         # Its own tokenizer, which the ids of training do without, is what an endpoint of messages needs.
         config = SglangConfig(python=fixtures.interpreter(), engine_args={"skip_tokenizer_init": False})
         links = Links(config, fixtures.context())
@@ -32,13 +51,14 @@ def test_sglangs_endpoint_plays_with_ids_and_log_probs_that_are_the_models() -> 
             backend = OpenAIBackend(options, InferenceContext(None, None))
             answer = await backend.generate(request)
             await backend.close()
-            return answer
+            return answer, await asyncio.to_thread(judged, tmp_path, f"{url}/v1")
         finally:
             await links.close()
 
-    answer = asyncio.run(scene())
+    answer, told = asyncio.run(scene())
     prompt = fixtures.chat().render(list(request.messages or ()))
     assert answer.ids is not None and answer.logprobs is not None
     expected = fixtures.reference_logprobs(np.concatenate([prompt, answer.ids]), 0.7)[len(prompt) :]
     np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
     assert answer.text
+    assert json.loads(told)

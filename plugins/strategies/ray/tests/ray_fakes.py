@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import signal
 import time
@@ -59,15 +61,69 @@ class Ranked(FakeStrategy):
     def misbehave(self, what: str, rank: int) -> None:
         """What `rank` does; the others wait for it as in a collective operation."""
         if self.context.ranks.rank != rank:
-            time.sleep(600 if what in ("hang", "die") else 0)
+            time.sleep(600 if what in ("hang", "die", "talk") else 0)
         elif what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         elif what == "hang":
             time.sleep(600)
         elif what == "fail":
             raise TrainerError("out of chalk. Fix: buy chalk")
+        elif what == "talk":
+            logging.getLogger("turnwise").info("the chalk squeaks")
+            time.sleep(600)
         else:
             raise KeyError("odd")
+
+
+class Noted(FakeStrategy):
+    """The bigram's trainer; what moves it, and what it sends and saves, is noted. It says that it updates, in the log and in print."""
+
+    def update(self, update: Update) -> UpdateResult:
+        """One gradient step."""
+        logging.getLogger("turnwise").info("wrote with chalk")
+        print("chalk dust", flush=True)
+        return super().update(update)
+
+    def offer(self, transport: str, version: int, receivers: int = 1) -> Offer:
+        """A copy of the weights."""
+        _note("actor_train.offer")
+        return super().offer(transport, version, receivers)
+
+    def save(self, folder: Path) -> None:
+        """Everything in one file."""
+        _note("actor_train.save")
+        super().save(folder)
+
+    def offload(self) -> None:
+        """Off the device."""
+        _note("actor_train.offload")
+
+    def onload(self) -> None:
+        """On the device."""
+        _note("actor_train.onload")
+
+
+class NotedSampler(FakeBackend):
+    """The bigram's sampler; what moves it, and that it takes weights, is noted."""
+
+    async def receive(self, offer: Offer) -> int:
+        """Take the weights."""
+        _note("actor_infer.receive")
+        return await super().receive(offer)
+
+    async def sleep(self) -> None:
+        """Off the device."""
+        _note("actor_infer.sleep")
+
+    async def wake(self) -> None:
+        """On the device."""
+        _note("actor_infer.wake")
+
+
+def _note(what: str) -> None:
+    """A line in the file `order` of the folder where all processes begin."""
+    with Path("order").open("a") as file:
+        file.write(f"{what}\n")
 
 
 class Mortal(FakeBackend):
@@ -119,7 +175,17 @@ class Losing(FakeBackend):
         await super().pause()
 
     async def receive(self, offer: Offer) -> int:
-        """Take the weights, or tell the end."""
+        """Take the weights, or tell the end; the engine that takes the file STUCK takes weights for ever."""
+        taking = Path(f"taking_{os.getpid()}")
+        try:
+            Path("STUCK").rename(taking)
+        except FileNotFoundError:
+            pass
+        else:
+            try:
+                await asyncio.sleep(600)
+            finally:
+                taking.rename(f"gave_up_{os.getpid()}")
         self._perhaps("receive")
         return await super().receive(offer)
 
@@ -130,16 +196,17 @@ class Losing(FakeBackend):
 
 
 class MortalEnvironment(FakeEnvironment):
-    """The counting game, which ends its process once at a step (MORTAL_ENVIRONMENT)."""
+    """The counting game, which ends its process once at a step (MORTAL_ENVIRONMENT), or stops it (STOPPED_ENVIRONMENT)."""
 
     def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """One step, or the end."""
         _die_once("MORTAL_ENVIRONMENT", at=self._turn == 1)
+        _die_once("STOPPED_ENVIRONMENT", at=self._turn == 1, by=signal.SIGSTOP)
         return super().step(action)
 
 
-def _die_once(name: str, at: bool) -> None:
-    """End this process at the first of all calls with `at`, in whichever process; the variable names the file by which all know."""
+def _die_once(name: str, at: bool, by: signal.Signals = signal.SIGKILL) -> None:
+    """Send this process a signal at the first of all calls with `at`, in whichever process; the variable names the file by which all know."""
     path = os.environ.get(name) or _named(name)
     if not path or not at:
         return
@@ -147,7 +214,7 @@ def _die_once(name: str, at: bool) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), by)
 
 
 def _named(name: str) -> str | None:
@@ -158,16 +225,20 @@ def _named(name: str) -> str | None:
 
 @hookimpl
 def train_strategies() -> list[Implementation]:
-    """`ranked`."""
-    return [Implementation("ranked", Ranked, RankedConfig, summary="the bigram's trainer in many ranks")]
+    """`ranked` and `noted`."""
+    return [
+        Implementation("ranked", Ranked, RankedConfig, summary="the bigram's trainer in many ranks"),
+        Implementation("noted", Noted, summary="the bigram's trainer, with notes"),
+    ]
 
 
 @hookimpl
 def inference_backends() -> list[Implementation]:
-    """`mortal` and `losing`."""
+    """`mortal`, `losing` and `noted`."""
     return [
         Implementation("mortal", Mortal, FakeBackendConfig, summary="a sampler that can die"),
         Implementation("losing", Losing, FakeBackendConfig, summary="a sampler that can lose its engine"),
+        Implementation("noted", NotedSampler, FakeBackendConfig, summary="a sampler with notes"),
     ]
 
 

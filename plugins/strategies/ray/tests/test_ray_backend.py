@@ -185,6 +185,22 @@ def test_an_engine_that_ends_while_it_takes_weights_ends_the_update(place: Any, 
     place(work)
 
 
+def test_when_an_engine_ends_while_weights_are_on_their_way_the_others_take_them_no_longer(
+    place: Any, trainer: Any, sampler: Any, tmp_path: Path
+) -> None:
+    async def work(runtime: Any) -> None:
+        handle, backend = await runtime.place(trainer()), await runtime.place(sampler((0, 1), name="losing"))
+        (tmp_path / "STUCK").touch()
+        lose("receive")
+        tasks = asyncio.all_tasks()
+        with pytest.raises(EngineLost, match="the engine ran out of steam"):
+            await sync(handle, backend, 1)
+        assert not [task for task in asyncio.all_tasks() - tasks if "RayBackend._receive" in repr(task)]
+        await until(lambda: list(tmp_path.glob("gave_up_*")), 20)
+
+    place(work)
+
+
 @pytest.mark.matrix
 def test_engines_that_end_too_often_are_told_like_those_that_die(place: Any, trainer: Any, sampler: Any) -> None:
     async def work(runtime: Any) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from turnwise_ray.config import RayConfig
@@ -13,7 +16,8 @@ def test_the_defaults_start_a_cluster_of_this_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"start_timeout": 0}, {"env_workers": -1}, {"max_restarts": -1}, {"cpus_per_process": -1}, {"object_store_mb": 1}]
+    "options",
+    [{"start_timeout": 0}, {"env_worker_timeout": 0}, {"env_workers": -1}, {"max_restarts": -1}, {"cpus_per_process": -1}, {"object_store_mb": 1}],
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
@@ -37,3 +41,14 @@ def test_gpus_of_a_role_that_names_none(options: dict[str, str], there: int, exp
 
     monkeypatch.setattr(runtime, "visible_gpus", lambda: there)
     assert runtime.RayRuntime.least_devices(RayConfig(**options)) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [({}, [[0], [1], [2], [3]]), ({"devices_per_engine": 2}, [[0, 1], [2, 3]])])
+def test_a_server_of_several_copies_is_one_engine(sizes: dict[str, int], expected: list[list[int]]) -> None:
+    pytest.importorskip("ray", reason="ray is not installed")
+    from turnwise_ray.backend import _parts
+
+    config = SimpleNamespace(data_parallel_size=lambda world: world, **sizes)
+    plan: Any = SimpleNamespace(devices=(0, 1, 2, 3), role="actor_infer", config=config)
+    seats: Any = [0, 1, 2, 3]
+    assert _parts(plan, seats) == expected

@@ -15,6 +15,7 @@ import torch
 
 from turnwise.errors import EngineError, MachineError, TrainerError
 from turnwise.testing.synthetic import training_rows
+from turnwise_ray.actors import process
 from turnwise_ray.cluster import Cluster
 from turnwise_ray.config import RayConfig
 
@@ -63,8 +64,8 @@ def test_weights_pass_from_node_to_node_as_they_are(nodes: Any) -> None:
         ("empty", torch.empty(0, 3)),
     ]
     here, there = (node["NodeID"] for node in ray.nodes() if node["Alive"])
-    source = ray.remote(RelaySource).options(**Cluster.on_node(here)).remote("source")
-    sink = ray.remote(RelaySink).options(**Cluster.on_node(there)).remote("sink")
+    source = process(RelaySource, "source", Cluster.on_node(here))
+    sink = process(RelaySink, "sink", Cluster.on_node(there))
     assert [ray.get(actor.node.remote())[0] for actor in (source, sink)] == [here, there]
     sender = Sender(1, 30.0)
     ray.get(source.open.remote(sender.payload, 30.0)).unwrap("source", EngineError)

@@ -80,6 +80,47 @@ def test_a_run_on_ray_gives_the_same_numbers_as_in_one_process(tmp_path: Path) -
     assert "Traceback" not in there.stderr
 
 
+COLOCATED = """\
+plugins: [turnwise-ray, turnwise.testing.plugin, {fakes}]
+output_dir: out
+max_steps: 1
+rollout_batch_size: 4
+sequence_length: 64
+model_source: fake
+pretrain: fake
+adv_estimator: fake
+pg_variant: fake
+batch_adjust_mode: fake
+track_with: [jsonl]
+eval_steps: 0
+actor_train:
+  training_args: {{learning_rate: 5.0, per_device_train_batch_size: 2}}
+  strategy_args: {{strategy_name: noted}}
+  device_mapping: [0]
+actor_infer:
+  generating_args: {{max_new_tokens: 4}}
+  strategy_args: {{strategy_name: noted}}
+  device_mapping: [0]
+train_env_manager: {{num_env_groups: 2, group_size: 2, tags: [Toy]}}
+custom_envs:
+  Toy: {{env_type: fake, env_manager: fake, max_steps: 3, step: inline}}
+"""
+
+
+def test_roles_of_one_device_sleep_and_wake_and_what_they_say_comes_with_their_names(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(COLOCATED.format(fakes=Path(__file__).with_name("ray_fakes.py")))
+    done = turnwise(tmp_path, "train", "run.yaml", RAY)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "order").read_text().split() == [
+        *("actor_train.offer", "actor_infer.receive", "actor_train.offload"),  # the first weights
+        *("actor_infer.sleep", "actor_train.onload"),  # training
+        *("actor_infer.wake", "actor_train.offer", "actor_infer.receive", "actor_train.offload"),  # the new weights
+        *("actor_infer.sleep", "actor_train.onload", "actor_train.save", "actor_train.offload", "actor_infer.wake"),  # the last checkpoint
+    ]
+    assert re.search(r" INFO actor_train, rank 0 of 1 on \S+: wrote with chalk\n", (tmp_path / "out" / "run.log").read_text())
+    assert re.search(r"\(actor_train pid=\d+\)\S* chalk dust\n", done.stdout + done.stderr)
+
+
 @pytest.fixture
 def two_nodes() -> Iterator[str]:
     """The address of Ray's own test cluster: two nodes on this machine, each with room for one process."""

@@ -14,11 +14,12 @@ pytest.importorskip("ray", reason="ray is not installed")
 
 from turnwise.config.schema import Choice
 from turnwise.contracts.env_manager import Limits, ManagerContext
-from turnwise.errors import EnvironmentFailure
+from turnwise.errors import EngineError, EnvironmentFailure
 from turnwise.pipeline.assembly import EnvironmentBuilder, ManagerBuilder
-from turnwise.rollout import RolloutResult, RolloutSettings, Scheduler, TagPlan
+from turnwise.rollout import EpisodeSpec, RolloutResult, RolloutSettings, Scheduler, TagPlan
 from turnwise.testing.fake_model import FakeChat
 from turnwise.testing.fakes import FakeEnvManager
+from turnwise_ray.actors import result
 
 pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("cluster"), pytest.mark.filterwarnings("ignore")]
 
@@ -125,6 +126,59 @@ def test_a_lost_worker_is_one_failure_and_its_episodes_are_played_elsewhere(plac
         assert again.counts["env_failures"] == 0
 
     place(work, env_workers=2)
+
+
+def test_a_worker_that_answers_no_more_is_replaced_and_its_episodes_are_played_elsewhere(
+    place: Any, trainer: Any, sampler: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnwise_ray.environments.WATCH_SECONDS", 0.5)
+    (tmp_path / "STOPPED_ENVIRONMENT").write_text(str(tmp_path / "stopped"))
+
+    async def work(runtime: Any) -> None:
+        backend = await prepared(runtime, trainer, sampler)
+        plans = [plan("mortal_env")]
+        stage = runtime.stage(plans, SETTINGS, FakeChat(), backend)
+        played = await asyncio.wait_for(batch(stage, plans, SETTINGS, backend), 60)
+        assert (tmp_path / "stopped").exists()
+        assert (played.counts["env_failures"], played.counts["episodes"]) == (1, 12)
+        assert played.failures and all("answered nothing for env_worker_timeout = 4 s" in line for line in played.failures)
+
+    place(work, env_workers=2, env_worker_timeout=4)
+    told = next(r.getMessage() for r in caplog.records if "is started again" in r.getMessage())
+    assert told.startswith("env_worker.") and " died: it answered nothing for env_worker_timeout = 4 s" in told
+
+
+def test_a_worker_that_comes_up_when_no_engine_ever_will_ends_its_episodes_with_the_cause(place: Any, trainer: Any, sampler: Any) -> None:
+    async def work(runtime: Any) -> None:
+        backend = await prepared(runtime, trainer, sampler)
+        stage = runtime.stage([plan()], SETTINGS, FakeChat(), backend)
+        runtime._workers.serve({}, "all engines are gone")
+        with pytest.raises(EngineError, match="all engines are gone"):
+            await asyncio.wait_for(stage.play(EpisodeSpec("Count", 0, 0, 0, seed=1), lambda error: None), 30)
+
+    place(work, env_workers=1)
+
+
+def test_with_more_episodes_than_rays_own_limit_worker_and_engine_still_answer_everything_else(place: Any, trainer: Any, sampler: Any) -> None:
+    async def work(runtime: Any) -> None:
+        handle, backend = await runtime.place(trainer()), await runtime.place(sampler(delay=600.0))
+        offer = await handle.call("offer", "fake", 1, backend.receivers("fake"))
+        await asyncio.gather(handle.call("send", offer), backend.receive(offer))
+        stage = runtime.stage([plan()], SETTINGS, FakeChat(), backend)
+        specs = [EpisodeSpec("Count", group, member, 0, seed=group) for group in range(110) for member in range(10)]
+        tasks = [asyncio.ensure_future(stage.play(spec, lambda error: None)) for spec in specs]
+        worker = runtime._workers.all[0]
+        while worker.load < len(specs) or not worker.open:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1)  # all were sent
+        try:
+            await asyncio.wait_for(result(worker.actor.node.remote()), 20)
+            await asyncio.wait_for(backend.pause(), 20)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    place(work, env_workers=1)
 
 
 def test_failures_past_the_rate_end_the_batch_with_the_environments_words(place: Any, trainer: Any, sampler: Any) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,9 +92,9 @@ class Run:
         self.folder = folder
         self.mark = f"TURNWISE_TEST_RUN={folder}"
         (folder / "run.yaml").write_text(LAKE)
-        (folder / "tmp").mkdir()
         name, _, value = self.mark.partition("=")
-        places = {"TMPDIR": str(folder / "tmp"), "RAY_TMPDIR": "/tmp"}  # the names of Ray's sockets must be short
+        self.temporary = Path(tempfile.mkdtemp(prefix="run-", dir="/tmp"))  # the names of Ray's and vLLM's sockets must be short
+        places = {"TMPDIR": str(self.temporary), "RAY_TMPDIR": "/tmp"}
         self.environment = os.environ | places | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", name: value}
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
@@ -135,7 +137,7 @@ class Run:
     def left_nothing(self, seconds: float) -> None:
         """No process, and no file but Ray's logs."""
         self.until(lambda: not self.processes(), seconds)
-        assert not [path.name for path in (self.folder / "tmp").iterdir() if path.name.startswith("turnwise")]
+        assert not [path.name for path in self.temporary.iterdir() if path.name.startswith("turnwise")]
 
 
 @pytest.fixture
@@ -148,6 +150,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
             os.kill(process, signal.SIGKILL)
         except ProcessLookupError:
             continue
+    shutil.rmtree(made.temporary, ignore_errors=True)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -198,8 +201,7 @@ def test_a_rank_that_dies_ends_the_run(run: Run) -> None:
     _, told = running.communicate(timeout=120)
     assert running.returncode == 1
     assert time.monotonic() - began < 60
-    assert "error: actor_train, rank 1 of 2 on " in told
-    assert "the process died" in told
+    assert re.search(r"error: actor_train, rank [01] of 2 on \S+: the process died", told), told  # which rank is the youngest process is chance
     assert "saved: out/checkpoints/checkpoint-" in told
     assert "resume_from_checkpoint=true" in told
     run.left_nothing(20)

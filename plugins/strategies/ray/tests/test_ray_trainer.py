@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -122,6 +123,25 @@ def test_a_call_past_the_timeout_names_the_ranks_that_did_not_answer(place: Any,
         handle._timeout = 3.0
         with pytest.raises(TrainerError, match=r"actor_train: misbehave did not end within runtime_timeout = 3 s \(rank 0 of 2 .*; rank 1 of 2 "):
             await handle.call("misbehave", "hang", 1)
+
+    place(work)
+
+
+def test_what_a_rank_logs_in_a_long_call_is_told_before_its_end(place: Any, trainer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "turnwise")
+
+    async def work(runtime: Any) -> None:
+        handle = await runtime.place(trainer((0, 1)))
+        call = asyncio.ensure_future(handle.call("misbehave", "talk", 1))
+        end = time.monotonic() + 20
+        while not (told := [r for r in caplog.records if "the chalk squeaks" in r.getMessage()]) and time.monotonic() < end:
+            await asyncio.sleep(0.1)
+        assert not call.done()
+        call.cancel()
+        await asyncio.wait([call])
+        assert [(r.levelname, re.sub(r"on \S+:", "on HOST:", r.getMessage())) for r in told] == [
+            ("INFO", "actor_train, rank 1 of 2 on HOST: the chalk squeaks")
+        ]
 
     place(work)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from turnwise.contracts.inference import GeneratingArgs, Request
 from turnwise.data.trajectory import int32
 from turnwise.errors import EngineError
 from turnwise_sglang.answers import Limits, StopStrings, body, continued, ended, generation, joined
-from turnwise_sglang.weights import Names, shapes
+from turnwise_sglang.weights import Names, problems, shapes
 
 LIMITS = Limits(sequence_length=10, vocabulary=100)
 
@@ -119,6 +120,13 @@ def test_weights_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"cut short")
     with pytest.raises(EngineError, match="cannot read the weights in "):
         shapes(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "tied", "wrong"), [("qwen3_moe", True, True), ("qwen3_moe", False, False), ("qwen2", True, False)])
+def test_a_head_that_sglang_would_leave_empty_is_refused(tmp_path: Path, family: str, tied: bool, wrong: bool) -> None:
+    assert problems(tmp_path) == []
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "tie_word_embeddings": tied}), encoding="utf-8")
+    assert [f"SGLang's {family} does not tie its output head" in line for line in problems(tmp_path)] == [True] * wrong
 
 
 def preparations() -> ModuleType:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from turnwise.contracts.inference import InferenceContext
 from turnwise.contracts.train import Lora
@@ -21,6 +22,8 @@ from turnwise_sglang.link import attach_problems
 from turnwise_sglang.server import Server
 
 CONTEXT = InferenceContext(Path("/model"), None, seed=7, dtype="bf16", sequence_length=100)
+FACTS = {"enable_deterministic_inference": True, "dp_size": 1, "model_path": "/model", "dtype": "bfloat16", "max_req_input_len": 100}
+"""What an attached server tells that fits this role."""
 
 
 def gpu(*devices: int, **changes: Any) -> InferenceContext:
@@ -63,6 +66,18 @@ def test_what_the_user_wrote_wins_and_other_interpreters_settings_stay_here(monk
 def test_sleep_needs_the_memory_saver_and_its_copy_of_the_weights() -> None:
     told = server_arguments(SglangConfig(enable_memory_saver=True), gpu(0), 1)
     assert told["enable_memory_saver"] and told["enable_weights_cpu_backup"]
+
+
+def test_memory_to_give_back_needs_a_gpu_and_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = {"sglang": "0.5.21"}
+    monkeypatch.setattr(arguments, "installed", lambda python, name="sglang": packages.get(name, ""))
+    config = SglangConfig(python="p", enable_memory_saver=True)
+    (line,) = SglangBackend.check(config, CONTEXT)
+    assert line.endswith("enable_memory_saver: there is no device memory to give back on a CPU. Fix: false, or name GPUs in device_mapping")
+    (line,) = SglangBackend.check(config, gpu(0))
+    assert line.startswith("machine: actor_infer: strategy_config.enable_memory_saver needs the package torch_memory_saver, which p lacks. Fix: ")
+    packages["torch_memory_saver"] = "0.0.9"
+    assert SglangBackend.check(config, gpu(0)) == []
 
 
 def test_a_machine_without_sglang_is_told_apart_from_a_wrong_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,20 +155,42 @@ def test_adapters_alone_need_the_models_weights_and_one_copy_of_it(monkeypatch: 
     assert "load_format: dummy, while adapters alone arrive: the model's weights would stay random. Fix: load_format: auto" in random
     assert "dp_size: SGLang loads adapters into one copy of the model only" in copies
     attached = SglangConfig(base_url="http://h:1")
-    facts = {"enable_deterministic_inference": True, "dp_size": 1}
-    assert attach_problems(attached, {**facts, "enable_lora": True}, lora=True) == []
-    (line,) = attach_problems(attached, facts, lora=True)
+    context = evolve(CONTEXT, lora=context.lora)
+    assert attach_problems(attached, context, {**FACTS, "enable_lora": True}) == []
+    (line,) = attach_problems(attached, context, FACTS)
     assert "the SGLang server at http://h:1 runs without enable_lora, so it takes no adapters alone. Fix: start it with enable_lora" in line
 
 
 def test_an_attached_server_is_judged_by_what_it_tells() -> None:
     config = SglangConfig(base_url="http://h:1", dp_size=2)
-    facts = {"enable_deterministic_inference": True, "dp_size": 2, "tp_size": 4}
-    assert attach_problems(config, facts) == []
-    (line,) = attach_problems(config, {**facts, "enable_deterministic_inference": False})
+    facts = {**FACTS, "dp_size": 2, "tp_size": 4}
+    assert attach_problems(config, CONTEXT, facts) == []
+    (line,) = attach_problems(config, CONTEXT, {**facts, "enable_deterministic_inference": False})
     assert "the SGLang server at http://h:1 runs without enable_deterministic_inference, so it ignores the seeds" in line
     loose = SglangConfig(base_url="http://h:1", enable_deterministic_inference=False)
-    assert attach_problems(loose, {"dp_size": 1}) == []
+    assert attach_problems(loose, CONTEXT, {**FACTS, "enable_deterministic_inference": False}) == []
+
+
+def test_an_attached_server_of_another_dtype_or_with_less_room_is_always_refused() -> None:
+    config = SglangConfig(base_url="http://h:1")
+    for dtype in ("auto", "half", "float32"):
+        (line,) = attach_problems(config, CONTEXT, {**FACTS, "dtype": dtype})
+        assert line.endswith(f"has the dtype {dtype}, the run bf16. Fix: start it with --dtype bfloat16")
+    assert attach_problems(config, evolve(CONTEXT, dtype="fp16"), {**FACTS, "dtype": "half"}) == []
+    (line,) = attach_problems(config, CONTEXT, {**FACTS, "max_req_input_len": 99})
+    assert "takes 99 tokens, and sequence_length is 100. Fix: start it with --context-length 108, and a cache" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"), [({"updates": False}, "no weights will be sent"), ({"lora": Lora(8, 16, None, "adapter")}, "only adapters will be sent")]
+)
+def test_an_attached_server_of_another_model_is_refused_where_no_whole_weights_come(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
+    config, facts = SglangConfig(base_url="http://h:1"), {**FACTS, "enable_lora": True, "model_path": "/other"}
+    assert attach_problems(config, CONTEXT, facts) == []
+    (line,) = attach_problems(config, evolve(CONTEXT, **changes), facts)
+    assert line == f"the SGLang server at http://h:1 has the model /other, and {why}. Fix: start it with --model-path /model"
+    (tmp_path / "link").symlink_to("/model")
+    assert attach_problems(config, evolve(CONTEXT, **changes), {**facts, "model_path": str(tmp_path / "link")}) == []
 
 
 def test_options_for_a_server_of_ours_are_refused_beside_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +215,15 @@ def test_what_it_cannot_be_built_with_is_told_at_once() -> None:
         build(SglangConfig(), InferenceContext(None, None))
     with pytest.raises(ConfigError, match=r"= 2 devices was given 4\. Fix: dp_size"):
         build(SglangConfig(tp_size=2), fixtures.context(devices=(0, 1, 2, 3)))
+    with pytest.raises(ConfigError, match=r"= 2 devices was given 3"):
+        build(SglangConfig(tp_size=2), fixtures.context(devices=(0, 1, 2), updates=False))
     assert build(SglangConfig(dp_size=2), fixtures.context()).transports == ("safetensors",)
+
+
+def test_an_evaluation_takes_one_server_of_those_that_the_role_has_devices_for() -> None:
+    pytest.importorskip("turnwise_hf", reason="the model and its chat come from turnwise-hf")
+    backend = build(SglangConfig(tp_size=2), fixtures.context(devices=(4, 5, 6, 7), updates=False))
+    assert backend._context.devices == (4, 5)
 
 
 def test_a_server_that_ends_at_once_is_told_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -299,10 +299,15 @@ def test_an_attached_server_that_ignores_seeds_or_is_not_there_is_told(life: Lif
         wrong = SglangBackend(SglangConfig(base_url=url, dp_size=2), fixtures.context())
         with pytest.raises(ConfigError, match="has dp_size 1, the configuration 2"):
             await wrong.generate(ask())
+        other = SglangBackend(SglangConfig(base_url=url), fixtures.context(model=fixtures.model(1), updates=False, dtype="bf16"))
+        with pytest.raises(
+            ConfigError, match=r"and no weights will be sent\. Fix: start it with --model-path /.*\n.*has the dtype float32, the run bf16"
+        ):
+            await other.generate(ask())
         absent = SglangBackend(SglangConfig(base_url="http://127.0.0.1:9"), fixtures.context())
         with pytest.raises(EngineError, match=r"no SGLang server answers at http://127\.0\.0\.1:9 "):
             await absent.generate(ask())
-        for backend in (wrong, absent):
+        for backend in (wrong, other, absent):
             await backend.close()
 
     life.run(scene())
@@ -328,11 +333,6 @@ def trained(folder: Path, server: str, lora: str = "") -> None:
 
 def test_a_run_trains_with_an_attached_server(life: Life, tmp_path: Path) -> None:
     trained(tmp_path, f'base_url: "{life.backend._links.current.server.url}"')
-
-
-@pytest.mark.matrix
-def test_a_run_starts_its_own_server_with_dummy_weights(tmp_path: Path) -> None:
-    trained(tmp_path, f"python: {fixtures.interpreter()}, load_format: dummy")
 
 
 @pytest.mark.matrix

@@ -34,6 +34,7 @@ def expert(place: Path, seed: int) -> Path:
     """A small Qwen3-MoE, wide enough that another weight shows in every log-prob."""
     source = pytest.importorskip("turnwise_hf.source", reason="the model and its chat come from turnwise-hf")
     facts = {"architecture": "qwen3_moe", "hidden_size": 64, "num_heads": 2, "initializer_range": 0.15, "max_position_embeddings": 512}
+    facts["tie_word_embeddings"] = False
     texts = [{"role": "user", "content": text} for text in ("Which way?", "Left", "Down", "Right", "Up", "one two three a b")]
     folder: Path = source.HfModelSource(None, ModelSourceContext(cache=place, texts=lambda: texts)).prepare({"recipe": {**facts, "seed": seed}})
     return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,12 +16,14 @@ from turnwise.contracts.train import Lora, Offer
 from turnwise.data.trajectory import int32
 from turnwise.errors import ConfigError, EngineError, EngineLost
 from turnwise_sglang import link as links
-from turnwise_sglang.api import Gone
+from turnwise_sglang import memory
+from turnwise_sglang.api import Api, Gone
 from turnwise_sglang.backend import TRIES, SglangBackend
 from turnwise_sglang.config import SglangConfig
 from turnwise_sglang.images import sees
 from turnwise_sglang.link import Link
 from turnwise_sglang.lora import Adapter
+from turnwise_sglang.server import Server
 
 PAUSE, DISK, RELEASE, RESUME = "/pause_generation", "/update_weights_from_disk", "/release_memory_occupation", "/resume_memory_occupation"
 
@@ -35,6 +38,7 @@ class Fake:
     def __init__(self, dies: tuple[str, ...] = (), refuses: tuple[str, ...] = (), breaks: tuple[str, ...] = ()) -> None:
         self.dies, self.refuses, self.breaks = dies, refuses, breaks
         self.alive, self.stopped, self.calls = True, False, list[str]()
+        self.said = ""
         self.aborted = asyncio.Event()
 
     async def post(self, path: str, body: Any = None, timeout: float | None = None) -> dict[str, Any]:
@@ -65,6 +69,9 @@ class Fake:
 
     def tail(self) -> str:
         return "the end of its log"
+
+    def words(self) -> str:
+        return self.said
 
     def how_it_ended(self) -> str:
         return "signal SIGKILL"
@@ -172,6 +179,74 @@ def test_an_update_of_a_server_that_cannot_be_replaced_tells_so(tmp_path: Path) 
         with pytest.raises(EngineLost, match="started again restarts = 0 times"):
             await backend.receive(Offer("safetensors", 1, {}))
         assert backend._awake.is_set()
+
+    played(scene)
+
+
+CUDA = "Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\nReceived sigquit from a child process."
+
+
+def test_a_server_that_dies_of_its_memory_tells_the_phase_and_the_keys(tmp_path: Path) -> None:
+    async def scene() -> None:
+        dying = Fake(dies=("/generate",))
+        dying.said = CUDA
+        lower = "Fix: lower mem_fraction_static, max_running_requests, chunked_prefill_size or context_length"
+        with pytest.raises(EngineLost, match=rf"^out of memory, in sampling of actor_infer: SGLang died .* restarts = 0 times\. {lower}$"):
+            await built(tmp_path, dying, restarts=0).generate(ask())
+
+        async def updated(link: Link, offer: Offer) -> Link:
+            return link
+
+        fix = "Fix: lower mem_fraction_static or model_update_buffer_size_mb"
+        for restarts, error in ((0, EngineLost), (1, EngineError)):
+            dying = Fake(dies=("/flush_cache",))
+            dying.said = CUDA
+            backend = built(tmp_path, dying, Fake(), restarts=restarts)
+            backend._update = updated  # type: ignore[method-assign]
+            with pytest.raises(error, match=rf"^out of memory, in the weight update of actor_infer: SGLang died .*\. {fix}$"):
+                await backend.receive(Offer("safetensors", 1, {}))
+            await backend.close()
+
+    played(scene)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (CUDA, "out of memory, in the start of actor_infer: it died. Fix: lower mem_fraction_static, max_running_requests"),
+        (
+            "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
+            "no memory left for the cache, in the start of actor_infer",
+        ),
+        ("ValueError: Loaded weights leave no GPU memory for the KV cache under", "no memory left for the cache, in the start of actor_infer"),
+        ("RuntimeError: Decode out of memory. Try to lower your batch size.", "no memory left for the cache, in the start of actor_infer"),
+        ("CUDA error: an illegal memory access was encountered", "it died"),
+    ],
+)
+def test_words_about_memory_become_one_line(said: str, told: str) -> None:
+    assert memory.told("it died", said, "the start").startswith(told)
+
+
+@pytest.mark.parametrize(("log", "hinted"), [("", True), ("INFO up", True), ("INFO up\nValueError: another reason", False)])
+def test_a_server_that_was_killed_without_a_word_may_have_filled_main_memory(tmp_path: Path, log: str, hinted: bool) -> None:
+    server = Server.__new__(Server)
+    server.log = tmp_path / "log"
+    server.log.write_text(log, encoding="utf-8")
+    server._process = cast(Any, SimpleNamespace(poll=lambda: -9))
+    hint = ": if main memory was full, lower engine_args.max_total_tokens or max_running_requests of actor_infer"
+    assert server.how_it_ended() == f"signal SIGKILL{hint if hinted else ''}"
+
+
+def test_a_refusal_for_lack_of_memory_tells_the_phase_of_the_call() -> None:
+    async def scene() -> None:
+        api = Api("http://h:1", 1.0)
+        text = '{"success": false, "message": "Failed to update weights: CUDA out of memory."}'
+        assert str(api._refused("/update_weights_from_tensor", 400, text)).startswith(
+            "out of memory, in the weight update of actor_infer: SGLang refused"
+        )
+        assert str(api._refused("/resume_memory_occupation", 500, text)).startswith("out of memory, in the wake-up of actor_infer: ")
+        assert str(api._refused("/generate", 400, '{"message": "no"}')) == "SGLang refused /generate (400): no"
+        await api.close()
 
     played(scene)
 

@@ -21,7 +21,6 @@ from turnwise_torch import shared
 from turnwise_torch.base import gpu_memory
 from turnwise_torch.config import TorchConfig
 from turnwise_torch.fixtures import strategy_fixture
-from turnwise_torch.guard import out_of_memory_told
 from turnwise_torch.strategy import TorchStrategy
 
 Build = Callable[..., TorchStrategy]
@@ -177,30 +176,10 @@ def test_a_loss_that_is_not_finite_is_told_and_nothing_moves(build: Build, updat
     strategy.update(update)
 
 
-def test_running_out_of_memory_names_phase_role_and_keys(build: Build, update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy = build()
-
-    def exhausted(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-
-    monkeypatch.setattr(strategy.model.base_model, "forward", exhausted)
-    with pytest.raises(TrainerError, match=r"out of memory, in the update of actor_train\. Fix: lower actor_train\.training_args\.per_device"):
-        strategy.update(update)
-    with pytest.raises(TrainerError, match=r"out of memory, in log-probs of actor_train\. Fix: lower actor_train\.infer_batch_size"):
-        strategy.logprobs(update.rows)
-
-
 def test_the_memory_of_a_gpu_is_a_metric_and_a_cpu_has_none(build: Build, update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [name for name in build().update(update).sums if name.startswith("system/")]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**29 if device == torch.device("cuda", 1) else 0)
     assert gpu_memory(torch.device("cuda", 1)) == {"system/gpu_memory": (1.5, 1.0)}
-
-
-def test_the_cpus_allocator_is_recognised_and_other_errors_pass() -> None:
-    with pytest.raises(TrainerError, match="out of memory"), out_of_memory_told("values", "critic", train=False):
-        torch.empty(1 << 55)
-    with pytest.raises(RuntimeError, match="shape"), out_of_memory_told("values", "critic", train=False):
-        raise RuntimeError("shape")
 
 
 def test_a_token_outside_the_vocabulary_is_told(build: Build) -> None:

@@ -18,12 +18,12 @@ import pytest
 from turnwise.config.convert import structure
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
 from turnwise.contracts.train import Lora
-from turnwise.errors import ConfigError, EngineError
+from turnwise.errors import ConfigError, EngineError, MachineError
 from turnwise_vllm import arguments, inference_backends
 from turnwise_vllm.backend import VllmBackend
 from turnwise_vllm.config import RUNTIME_BYTES, VllmConfig
 from turnwise_vllm.requests import Answer, are_ours, generation, sampling, versions_of
-from turnwise_vllm.server import server_command
+from turnwise_vllm.server import ServedEngine, server_command
 
 GB = 10**9
 TP, PP, SHARE = "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization"
@@ -131,10 +131,13 @@ def test_options_are_checked_without_starting_anything(options: dict[str, Any], 
 
 
 @pytest.mark.usefixtures("engine_source")
-def test_processes_on_cpus_have_no_memory_to_give_back_though_they_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_on_cpus_have_no_memory_to_give_back_though_they_have_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "cpu_build", lambda: True)
     (line,) = VllmBackend.check(VllmConfig(enable_sleep_mode=True), InferenceContext(None, None, devices=(0, 1)))
-    assert "no device memory to give back on a CPU" in line
+    assert line.startswith("machine: actor_infer: strategy_config.enable_sleep_mode needs vLLM for GPUs, and its build for CPUs is installed. Fix: ")
+    with pytest.raises(MachineError, match=r"^actor_infer: strategy_config\.enable_sleep_mode needs vLLM for GPUs"):
+        VllmBackend(VllmConfig(enable_sleep_mode=True), InferenceContext(folder, Letters(), devices=(0,)))  # type: ignore[arg-type]
+    assert VllmBackend.check(VllmConfig(enable_sleep_mode=True, mode="attach", base_url="http://x"), InferenceContext(None, None, devices=(0,))) == []
 
 
 @pytest.mark.parametrize(("rank", "served"), [(1, 1), (2, 8), (8, 8), (48, 64), (512, 512)])
@@ -166,6 +169,9 @@ def test_a_model_that_sees_needs_torchvision_in_its_process(folder: Path, monkey
     (folder / "config.json").write_text('{"text_config": {"vocab_size": 9}, "vision_config": {}}', encoding="utf-8")
     found: dict[str, Any] = {"torchvision": None}
     monkeypatch.setattr(arguments.importlib.util, "find_spec", found.get)
+    with monkeypatch.context() as there:
+        there.chdir(folder)  # before a run `check` has no folder to look into
+        assert VllmBackend.check(VllmConfig(), InferenceContext(Path(), None)) == []
     (line,) = VllmBackend.check(VllmConfig(), InferenceContext(folder, None))
     assert "need torchvision, and it is not installed" in line
     assert VllmBackend.check(VllmConfig(mode="server"), InferenceContext(folder, None)) == []
@@ -259,6 +265,30 @@ def test_log_probs_that_are_no_numbers_are_an_error() -> None:
     answer = Answer([1], [float("nan")], [("0", 0, 1)], "stop")
     with pytest.raises(EngineError, match="not finite"):
         generation(answer, Request(0, GeneratingArgs(), 4), Letters(), "processed_logprobs")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told", "fix"),
+    [
+        ({}, {}, ""),
+        ({}, {"model": "/other"}, ""),  # whole weights come
+        ({"updates": False}, {}, ""),
+        ({"updates": False}, {"model": "/other"}, r"--model /\S+ \(it has /other, and no weights will be sent\)"),
+        ({"lora": Lora(4, 8, None, "adapter")}, {"model": "/other"}, r"--model /\S+ \(it has /other, and only adapters will be sent\)"),
+        ({}, {"dtype": "torch.bfloat16"}, r"--dtype float32 \(it has bfloat16\)"),
+        ({}, {"max_model_len": 63}, r"--max-model-len 64 \(it has 63\)"),
+    ],
+)
+def test_an_attached_server_is_judged_by_what_it_tells(folder: Path, changes: dict[str, Any], told: dict[str, Any], fix: str) -> None:
+    context = InferenceContext(folder, None, **{"dtype": "fp32", "sequence_length": 64, **changes})
+    model = {"model": str(folder), "dtype": "torch.float32", "max_model_len": 64, "logprobs_mode": "processed_logprobs", **told}
+    server = {"model_config": model, "weight_transfer_config": {"backend": arguments.TRANSFER}, "lora_config": {"max_lora_rank": 8}}
+    engine = ServedEngine(VllmConfig(mode="attach", base_url="http://h:1"), context)
+    if not fix:
+        engine._compare({"vllm_config": server})
+        return
+    with pytest.raises(ConfigError, match=rf"^the vLLM server at http://h:1 does not fit this run\. Fix: start it with {fix}$"):
+        engine._compare({"vllm_config": server})
 
 
 def test_the_servers_command_line_has_the_arguments_in_vllms_spelling() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from turnwise.contracts.train import Offer
+from turnwise.contracts.train import Lora, Offer
 from turnwise.errors import ConfigError, EngineError, EngineLost
 from turnwise.testing.kit import run_conformance
 
@@ -102,6 +103,36 @@ def test_a_server_that_does_not_fit_the_run_is_told_with_the_options_it_needs(ru
     config = evolve(attached._config, logprobs_mode="raw_logprobs")
     backend = VllmBackend(config, evolve(attached._context, sequence_length=4096))
     with pytest.raises(ConfigError, match=r"does not fit this run.*--logprobs-mode raw_logprobs .*--max-model-len 4096"):
+        runner.run(backend.pause())
+    runner.run(backend.close())
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"), [({"updates": False}, "no weights will be sent"), ({"lora": Lora(4, 8, None, "adapter")}, "only adapters will be sent")]
+)
+def test_a_server_of_another_model_is_refused_where_no_whole_weights_come(
+    runner: asyncio.Runner, attached: Any, tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    from turnwise_vllm.backend import VllmBackend
+
+    held = attached._context.model
+    other = shutil.copytree(held, tmp_path / "model")
+    backend = VllmBackend(attached._config, evolve(attached._context, model=other, **changes))
+    with pytest.raises(ConfigError, match=rf"Fix: start it with --model {other} \(it has {held}, and {why}\)"):
+        runner.run(backend.pause())
+    runner.run(backend.close())
+    for context in (evolve(attached._context, model=other), evolve(attached._context, updates=False)):
+        backend = VllmBackend(attached._config, context)
+        runner.run(backend.pause())
+        runner.run(backend.resume())
+        runner.run(backend.close())
+
+
+def test_a_server_of_another_dtype_is_always_refused(runner: asyncio.Runner, attached: Any) -> None:
+    from turnwise_vllm.backend import VllmBackend
+
+    backend = VllmBackend(attached._config, evolve(attached._context, dtype="bf16"))
+    with pytest.raises(ConfigError, match=r"Fix: start it with --dtype bfloat16 \(it has float32\)$"):
         runner.run(backend.pause())
     runner.run(backend.close())
 

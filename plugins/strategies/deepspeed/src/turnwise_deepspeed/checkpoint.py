@@ -12,6 +12,7 @@ from torch import nn
 
 from turnwise.contracts.train import TrainContext
 from turnwise.errors import CheckpointError
+from turnwise_torch.guard import is_out_of_memory
 from turnwise_torch.models import first_line
 from turnwise_torch.state import read_state, write_state
 
@@ -39,6 +40,8 @@ def save(folder: Path, engine: Any, context: TrainContext, expected: dict[str, s
         try:
             engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=_partly(engine))
         except (OSError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
             raise CheckpointError(f"cannot write the training state to {folder}: {first_line(error)}") from error
     rng = {"rng/cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -56,6 +59,8 @@ def load(folder: Path, engine: Any, context: TrainContext, expected: dict[str, s
         try:
             path, _ = engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=not _partly(engine))
         except _BROKEN as error:
+            if is_out_of_memory(error):
+                raise
             raise CheckpointError(
                 f"the training state in {folder} is cut short or damaged: {first_line(error)}. Fix: resume from an older checkpoint"
             ) from error

@@ -20,8 +20,9 @@ from turnwise_deepspeed.start import join
 from turnwise_torch import lora, models
 from turnwise_torch.base import ModelStrategy, device_of
 from turnwise_torch.checks import model_problems
-from turnwise_torch.guard import out_of_memory_told
+from turnwise_torch.guard import Savings, out_of_memory_told, tells_out_of_memory
 from turnwise_torch.microbatch import MicroBatch
+from turnwise_torch.ranks import limit_waits
 
 T = TypeVar("T")
 
@@ -43,6 +44,8 @@ class Caller(nn.Module):
 class DeepspeedStrategy(ModelStrategy):
     """Actor, critic (`head: value`) or reference (`trainable: false`), one process of them (see turnwise.contracts.train)."""
 
+    savings = Savings(ModelStrategy.savings.recompute, "{role}.strategy_args.strategy_config: ${{deepspeed_zero3_cpuoffload}}")
+
     def __init__(self, config: DeepspeedConfig | None, context: TrainContext) -> None:
         self.config = config or DeepspeedConfig()
         problems = self.check(self.config, context)
@@ -55,13 +58,14 @@ class DeepspeedStrategy(ModelStrategy):
         self.engine: Any = None
         self._lr, self._norm = 0.0, math.inf
         self._deepspeed = join(context.ranks, self.device)
-        with out_of_memory_told("loading the model", context.role, train=False):
+        with out_of_memory_told("loading the model", context.role, "hold", self.savings):
             self.model = self._load_model()
             self._facts = checkpoint.facts(self.model, context, self.stage)
             if context.trainable or self.stage == 3:
                 self._start()
             else:
                 self.model.to(self.device)
+        limit_waits(context.runtime_timeout)  # DeepSpeed's groups as well
 
     @staticmethod
     def check(config: DeepspeedConfig, context: TrainContext) -> list[str]:
@@ -156,19 +160,23 @@ class DeepspeedStrategy(ModelStrategy):
 
     # ---------------------------------------------------------------- state
 
+    @tells_out_of_memory("the checkpoint", "hold")
     def save(self, folder: Path) -> None:
         """This process's part: DeepSpeed's checkpoint, random state and the number of updates. Raises CheckpointError."""
         checkpoint.save(Path(folder), self.engine, self.context, self._facts, self._updates, self.device)
 
+    @tells_out_of_memory("resuming", "hold")
     def load(self, folder: Path) -> None:
         """Undo `save`, exactly. Raises CheckpointError: also for a state of another stage or number of processes."""
         self._updates = checkpoint.load(Path(folder), self.engine, self.context, self._facts, self.device)
 
+    @tells_out_of_memory("offloading", "move")
     def offload(self) -> None:
         """Move weights, masters and moments to main memory, but for what lives there and a reference sharded by stage 3, which DeepSpeed
         cannot move. Nothing on a CPU."""
         self._move(torch.device("cpu"))
 
+    @tells_out_of_memory("onloading", "move")
     def onload(self) -> None:
         """Move them back."""
         self._move(self.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import warnings
 from collections.abc import Mapping
 
@@ -10,11 +11,10 @@ import torch
 import torch.distributed as dist
 from attrs import field, frozen
 
-from turnwise.contracts.train import Ranks
+from turnwise.contracts.train import TrainContext
 from turnwise.errors import ConfigError
 from turnwise_megatron.config import MegatronConfig
 from turnwise_megatron.shim import cuda_or_cpu
-from turnwise_torch.ranks import MEETING_SECONDS
 
 _users: list[Parallel] = []
 
@@ -89,7 +89,7 @@ def import_megatron() -> None:
             importlib.import_module(f"megatron.core.{name}")
 
 
-def join(config: MegatronConfig, ranks: Ranks, device: torch.device, seed: int) -> Parallel:
+def join(config: MegatronConfig, context: TrainContext, device: torch.device) -> Parallel:
     """The groups of `config` over torch's default group, which is made here for one process. Raises ConfigError for a second layout."""
     sizes = {
         "tensor": config.tensor_model_parallel_size,
@@ -113,8 +113,9 @@ def join(config: MegatronConfig, ranks: Ranks, device: torch.device, seed: int) 
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         own = True
-    if dist.get_world_size() != ranks.size:
-        raise ConfigError(f"this process is one of {dist.get_world_size()} in torch's default group, the role has {ranks.size}. Fix: runtime: ray")
+    world, size = dist.get_world_size(), context.ranks.size
+    if world != size:
+        raise ConfigError(f"this process is one of {world} in torch's default group, the role has {size}. Fix: runtime: ray")
     if not _users:
         with cuda_or_cpu():
             parallel_state.initialize_model_parallel(
@@ -123,10 +124,10 @@ def join(config: MegatronConfig, ranks: Ranks, device: torch.device, seed: int) 
                 context_parallel_size=sizes["context"],
                 expert_model_parallel_size=sizes["expert"],
                 expert_tensor_parallel_size=sizes["expert tensor"],
-                distributed_timeout_minutes=max(1, int(MEETING_SECONDS) // 60),
+                distributed_timeout_minutes=math.ceil(context.runtime_timeout / 60),
                 create_gloo_process_groups=False,
             )
-            tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+            tensor_parallel.model_parallel_cuda_manual_seed(context.seed, force_reset_rng=True)
     made = Parallel(
         sizes=sizes,
         rank=dist.get_rank(),

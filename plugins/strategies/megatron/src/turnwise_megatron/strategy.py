@@ -23,7 +23,7 @@ from turnwise_megatron.parallel import import_megatron, join
 from turnwise_megatron.shim import cuda_or_cpu
 from turnwise_torch.base import ModelStrategy, device_of
 from turnwise_torch.checks import role_problems
-from turnwise_torch.guard import is_out_of_memory, out_of_memory_told
+from turnwise_torch.guard import Savings, out_of_memory_told, tells_out_of_memory
 from turnwise_torch.microbatch import Layout, MicroBatch, padding
 from turnwise_torch.models import torch_dtype
 
@@ -38,6 +38,10 @@ class MegatronStrategy(ModelStrategy):
     """Actor, critic (`head: value`) or reference (`trainable: false`), the part of this process (see turnwise.contracts.train)."""
 
     adapters = False
+    savings = Savings(
+        recompute="recompute_granularity: full in {role}.strategy_args.strategy_config, or raise its parallel sizes",
+        spread="higher parallel sizes in {role}.strategy_args.strategy_config",
+    )
 
     def __init__(self, config: MegatronConfig | None, context: TrainContext) -> None:
         self.config = config or MegatronConfig()
@@ -50,10 +54,10 @@ class MegatronStrategy(ModelStrategy):
         super().__init__(context, device_of(context))
         with ExitStack() as undo:
             undo.callback(self.group.close)
-            self.parallel = join(self.config, context.ranks, self.device, context.seed)
+            self.parallel = join(self.config, context, self.device)
             undo.callback(self.parallel.leave)
             torch.manual_seed(context.seed)  # for policy losses that draw random numbers; nothing here does
-            with cuda_or_cpu(), out_of_memory_told("loading the model", context.role, train=False):
+            with cuda_or_cpu(), out_of_memory_told("loading the model", context.role, "hold", self.savings):
                 self._build(folder)
             undo.pop_all()
         self.logits_chunk = self.config.logits_chunk
@@ -176,7 +180,7 @@ class MegatronStrategy(ModelStrategy):
             values = compute(batch).float().cpu().numpy()
             return hidden, None if batch is filler else (batch.responses, values)
 
-        with out_of_memory_told(phase, self.context.role, train=False), torch.no_grad():
+        with out_of_memory_told(phase, self.context.role, "infer", self.savings), torch.no_grad():
             for answer in self._run(batches, count, work, train=False):
                 if answer is not None:
                     out[answer[0]] = answer[1]
@@ -190,18 +194,9 @@ class MegatronStrategy(ModelStrategy):
     def _run(self, batches: Iterator[MicroBatch], count: int, work: Work, train: bool) -> list[Any]:
         from turnwise_megatron.schedule import run
 
-        module, role = self.optimizer.ddp if self.optimizer is not None else self.model, self.context.role
-        try:
-            with cuda_or_cpu():
-                return run(module, self.parallel, batches, count, work, self._sequence_parallel, train)
-        except RuntimeError as error:
-            if not (train and is_out_of_memory(error)):
-                raise
-            raise TrainerError(
-                f"out of memory, in the update of {role}. Fix: lower {role}.training_args.per_device_train_batch_size (raise "
-                f"gradient_accumulation_steps by as much) or {role}.max_tokens_per_microbatch_in_train, or set recompute_granularity: full in "
-                f"{role}.strategy_args.strategy_config, or raise its parallel sizes; sequence_length helps everywhere"
-            ) from error
+        module = self.optimizer.ddp if self.optimizer is not None else self.model
+        with cuda_or_cpu():
+            return run(module, self.parallel, batches, count, work, self._sequence_parallel, train)
 
     def _check_rows(self, rows: Rows) -> None:
         if rows.images:
@@ -223,6 +218,7 @@ class MegatronStrategy(ModelStrategy):
 
         return convert.gathered(self.model, self._stages, self.architecture, self.parallel, shape)
 
+    @tells_out_of_memory("the export", "hold")
     def export(self, folder: Path) -> None:
         """Weights in the compute dtype with config and tokenizer, in Hugging Face layout, written by rank 0. Raises CheckpointError."""
         weights = self.weights()
@@ -233,6 +229,7 @@ class MegatronStrategy(ModelStrategy):
             for _ in weights:  # the other ranks gather on: their collectives must meet
                 pass
 
+    @tells_out_of_memory("the checkpoint", "hold")
     def save(self, folder: Path) -> None:
         """This process's weights, masters, moments and random state, in a folder of its own in `folder`. Raises CheckpointError."""
         from turnwise_megatron import state
@@ -240,6 +237,7 @@ class MegatronStrategy(ModelStrategy):
         facts = {**self._facts(), "updates": str(self._updates)}
         state.save(Path(folder), self.model, self.optimizer, self.parallel, self.config.use_distributed_optimizer, facts)
 
+    @tells_out_of_memory("resuming", "hold")
     def load(self, folder: Path) -> None:
         """Undo `save`, in place and exactly, under the same parallel layout. Raises CheckpointError."""
         from turnwise_megatron import state
@@ -256,6 +254,7 @@ class MegatronStrategy(ModelStrategy):
         context = self.context
         return {"layout": ", ".join(layout), "head": context.head, "dtype": context.dtype, "trainable": str(context.trainable)}
 
+    @tells_out_of_memory("offloading", "move")
     def offload(self) -> None:
         """Move model and optimizer to the CPU's memory and drop the gradients; without a GPU they are there already."""
         from turnwise_megatron.state import Parked
@@ -270,6 +269,7 @@ class MegatronStrategy(ModelStrategy):
         self._parked = Parked([x for x in kept if isinstance(x, Tensor) and x.is_cuda], dropped)
         torch.cuda.empty_cache()
 
+    @tells_out_of_memory("onloading", "move")
     def onload(self) -> None:
         """Move them back."""
         if self._parked is not None:

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import pickle
+import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,14 @@ log = logging.getLogger("turnwise")
 
 _CAUSE = 400
 """Characters of Ray's account of a death that fit into one line."""
+
+_CALLS = 1_000_000
+"""Calls that an asynchronous process takes at once: more than there are episodes. Behind Ray's own limit of 1000 whatever else is asked waits."""
+
+WATCH_SECONDS = 5.0
+"""Between two looks at a process."""
+RECORD_SECONDS = 1.0
+"""How long a log record waits for the next answer."""
 
 
 @frozen
@@ -89,10 +98,14 @@ class Answer:
         """Whether what stands behind the process has ended (EngineLost)."""
         return self.failure is not None and self.failure.kind == EngineLost.__name__
 
-    def unwrap(self, where: str, otherwise: type[TurnwiseError]) -> Any:
-        """The value; its failure is raised here. Log records go to the driver's log under the name `where`."""
+    def tell(self, where: str) -> None:
+        """Log records go to the driver's log under the name `where`."""
         for level, text in self.records:
             log.log(level, "%s: %s", where, text)
+
+    def unwrap(self, where: str, otherwise: type[TurnwiseError]) -> Any:
+        """The value; its failure is raised here, when what was logged is told."""
+        self.tell(where)
         if self.failure is not None:
             raise self.failure.error(where, otherwise)
         return self.value
@@ -103,14 +116,31 @@ class _Records(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.kept: list[tuple[int, str]] = []
+        self._kept: list[tuple[float, int, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.kept.append((record.levelno, record.getMessage()))
+        self._kept.append((time.monotonic(), record.levelno, record.getMessage()))
 
-    def take(self) -> list[tuple[int, str]]:
-        taken, self.kept = self.kept, []
-        return taken
+    def take(self, age: float = 0.0) -> list[tuple[int, str]]:
+        """All, once the first was kept for `age` seconds; from any thread."""
+        self.acquire()
+        try:
+            if self._kept and time.monotonic() - self._kept[0][0] < age:
+                return []
+            taken, self._kept = self._kept, []
+        finally:
+            self.release()
+        return [(level, text) for _, level, text in taken]
+
+
+_ASIDE = "aside"
+"""Ray's group of calls that are answered on a thread of their own, whatever else runs."""
+
+
+def process(kind: type[Process], name: str, options: Mapping[str, Any], *, many: bool = False) -> Any:
+    """Start an actor of `kind` under `name`; `many`: it is asynchronous and takes any number of calls at once."""
+    calls = {"max_concurrency": _CALLS} if many else {}
+    return ray.remote(concurrency_groups={_ASIDE: 1})(kind).options(**options, **calls).remote(name)
 
 
 class Process:
@@ -129,6 +159,11 @@ class Process:
     def node(self) -> tuple[str, str]:
         """(id, address) of the node that it runs on."""
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+    @ray.method(concurrency_group=_ASIDE)
+    def said(self) -> Answer:
+        """What was logged and no answer has told within RECORD_SECONDS, for it may be long until there is one."""
+        return Answer(records=self._records.take(RECORD_SECONDS))
 
     def answer(self, work: Callable[[], Any]) -> Answer:
         """The answer of blocking work."""

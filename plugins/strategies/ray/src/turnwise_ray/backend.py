@@ -15,7 +15,7 @@ from turnwise.contracts.runtime import RolePlan
 from turnwise.contracts.train import Offer
 from turnwise.errors import ConfigError, EngineError, EngineLost, MachineError, TurnwiseError
 from turnwise.rollout.process import one_line
-from turnwise_ray.actors import Answer, Home, death, packed, result
+from turnwise_ray.actors import Answer, Home, death, packed, process, result
 from turnwise_ray.cluster import Cluster, Seat
 from turnwise_ray.relay import TRANSPORT, RelaySink, RelaySource
 from turnwise_ray.replica import Replica
@@ -82,7 +82,8 @@ class RayBackend(Router):
                 f"{self.role}.{member.number}: its {len(member.seats)} devices lie on several nodes. Fix: engines that fit into one node"
             )
         where = f"{self.role}.{member.number}"
-        actor = ray.remote(Replica).options(**self._cluster.options(member.seats, self._plan.environment)).remote(where)
+        actor = process(Replica, where, self._cluster.options(member.seats, self._plan.environment), many=True)
+        self._cluster.follow(actor, where)
         devices = tuple(range(sum(bool(seat.gpu) for seat in member.seats)))
         try:
             await result(actor.node.remote(), self._config.start_timeout)
@@ -200,8 +201,12 @@ class RayBackend(Router):
 
     async def _do(self, member: _Member, method: str, *args: Any) -> Any:
         where = f"{self.role}.{member.number}"
+        call = member.actor.do.remote(method, *args)
         try:
-            answer = await result(member.actor.do.remote(method, *args), self._timeout)
+            answer = await result(call, self._timeout)
+        except asyncio.CancelledError:  # nobody waits for it any more
+            ray.cancel(call)
+            raise
         except TimeoutError as error:
             raise EngineError(f"{where}: {method} did not end within runtime_timeout = {self._timeout:g} s") from error
         except ray.exceptions.RayActorError as error:
@@ -233,9 +238,14 @@ class RayBackend(Router):
     async def _deliver(self, offer: Offer, members: Sequence[_Member]) -> None:
         near, far = self._by_node(members, offer.transport)
         async with self._receiving:
-            await asyncio.gather(
-                *(self._receive(member, offer) for member in near), *(self._relay(node, there, offer) for node, there in far.items())
-            )
+            works = [*(self._receive(member, offer) for member in near), *(self._relay(node, there, offer) for node, there in far.items())]
+            tasks = [asyncio.ensure_future(work) for work in works]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _receive(self, member: _Member, offer: Offer) -> None:
         version = await self._do(member, "receive", offer)
@@ -247,8 +257,8 @@ class RayBackend(Router):
         trainer = self._trainer()
         assert trainer is not None
         seconds = self._plan.context.weight_sync_timeout
-        source = ray.remote(RelaySource).options(**self._cluster.on_node(trainer.node)).remote("relay.source")
-        sink = ray.remote(RelaySink).options(**self._cluster.on_node(node)).remote("relay.sink")
+        source = process(RelaySource, "relay.source", self._cluster.on_node(trainer.node))
+        sink = process(RelaySink, "relay.sink", self._cluster.on_node(node))
         try:
             (await result(source.open.remote(offer.payload, seconds), seconds)).unwrap("relay.source", EngineError)
             opened = await result(sink.open.remote(sum(member.readers[offer.transport] for member in members), seconds), seconds)
@@ -307,7 +317,7 @@ class RayBackend(Router):
         self._leave(member)
         member.actor = None
         try:  # what else belongs to the engine gives back its memory
-            await result(actor.do.remote("close"), CLOSE_SECONDS)
+            (await result(actor.do.remote("close"), CLOSE_SECONDS)).tell(f"{self.role}.{member.number}")
         except (TimeoutError, ray.exceptions.RayError) as error:
             log.warning("%s.%d: close ended with %s", self.role, member.number, one_line(error))
         finally:
@@ -355,5 +365,6 @@ def _parts(plan: RolePlan, seats: list[Seat]) -> list[list[Seat]]:
         engines = int(size(len(seats))) if size is not None else len(seats)
     except ValueError as error:
         raise ConfigError(f"{plan.role}.device_mapping: {error}. Fix: correct the devices, or the sizes in strategy_config") from error
-    each = len(seats) // engines
-    return [seats[number * each : (number + 1) * each] for number in range(engines)]
+    # A server may hold several copies of the model, and is one engine all the same.
+    each = getattr(plan.config, "devices_per_engine", len(seats) // engines)
+    return [seats[begin : begin + each] for begin in range(0, len(seats), each)]

@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from turnwise.errors import MachineError
-from turnwise_ray.actors import result
+from turnwise_ray.actors import RECORD_SECONDS, result
 from turnwise_ray.config import RayConfig
 
 SEAT = "turnwise_process"
@@ -46,6 +46,7 @@ class Cluster:
         self._started = self._ours = False
         self._groups: list[PlacementGroup] = []
         self._seats: dict[int | str, Seat] = {}
+        self._followers: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Connect. Raises MachineError."""
@@ -169,11 +170,26 @@ class Cluster:
         """Ray's options of an actor on this very node."""
         return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
+    def follow(self, actor: Any, where: str) -> None:
+        """Log what a process says before its next answer, until it is gone."""
+
+        async def followed() -> None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                while True:
+                    (await result(actor.said.remote())).tell(where)
+                    await asyncio.sleep(RECORD_SECONDS)
+
+        task = asyncio.get_running_loop().create_task(followed())
+        self._followers.add(task)
+        task.add_done_callback(self._followers.discard)
+
     async def close(self) -> None:
         """Give the places back; stop or leave the cluster if it was started or joined here. May be called twice."""
         if not self._started:
             return
         self._started = False
+        for task in self._followers:
+            task.cancel()
         for group in self._groups:
             with contextlib.suppress(ray.exceptions.RayError, ValueError):  # the cluster may be gone
                 remove_placement_group(group)

@@ -17,7 +17,7 @@ from turnwise.errors import EnvironmentFailure, MachineError, TurnwiseError
 from turnwise.rollout import EpisodeSpec, LocalStage, Played, RolloutSettings, TagPlan, WorkerLost
 from turnwise.rollout.hosts import EnvironmentTimeout
 from turnwise.rollout.process import one_line
-from turnwise_ray.actors import Answer, Home, Process, death, packed, result, unpacked
+from turnwise_ray.actors import WATCH_SECONDS, Answer, Home, Process, death, packed, process, result, unpacked
 from turnwise_ray.backend import RayBackend
 from turnwise_ray.cluster import Cluster
 from turnwise_ray.router import Router
@@ -32,15 +32,15 @@ _MADE_THERE: Any = None
 class EnvWorker(Process):
     """Plays episodes. A stage (training, evaluation) is known by its number; its environments live as long as it."""
 
-    async def open(self, number: int, home: Home, stage: bytes, members: Mapping[int, Any]) -> Answer:
-        """Build managers and what else a stage needs, by name."""
+    async def open(self, number: int, home: Home, stage: bytes, members: Mapping[int, Any], failed: str | None) -> Answer:
+        """Build managers and what else a stage needs, by name. `members`, `failed`: as in `serve`."""
 
         async def work() -> None:
             home.enter()
             plans, settings, chat, role, input = unpacked(stage)
             built = [evolve(plan, manager=plan.manager_builder()) for plan in plans]
             router = Router(role, input)
-            router.serve(members)
+            router.serve(members, failed)
             if not hasattr(self, "_stages"):
                 self._stages: dict[int, tuple[LocalStage, Router]] = {}
                 self._playing: dict[int, set[asyncio.Task[Any]]] = {}
@@ -116,7 +116,7 @@ class _Worker:
 
 
 class Workers:
-    """The environment workers of a run; one that dies is replaced, at most `max_restarts` times."""
+    """The environment workers of a run; one that dies is replaced, at most `max_restarts` times. One that answers nothing is killed."""
 
     def __init__(self, cluster: Cluster, home: Home, config: Any, timeout: float) -> None:
         self.cluster, self.home, self.config, self.timeout = cluster, home, config, timeout
@@ -124,6 +124,8 @@ class Workers:
         self.serials = itertools.count()
         self._members: tuple[Mapping[int, Any], str | None] = ({}, None)
         self._cause = ""
+        self._silent: set[Any] = set()
+        self._watches: set[asyncio.Task[None]] = set()
 
     def serve(self, members: Mapping[int, Any], failed: str | None) -> None:
         """Tell every worker which engines serve."""
@@ -145,23 +147,55 @@ class Workers:
     async def ready(self, worker: _Worker, number: int, stage: bytes) -> Any:
         """The actor of a worker, started if need be, with the stage opened in it."""
         async with worker.starting:
-            where = _name(worker)
-            try:
-                if worker.actor is None:
-                    actor = ray.remote(EnvWorker).options(**self.cluster.spread()).remote(where)
-                    worker.actor, worker.open = actor, set()
-                    await result(actor.node.remote(), self.config.start_timeout)
-                if number not in worker.open:
-                    opened = await result(worker.actor.open.remote(number, self.home, stage, self._members[0]), self.timeout)
-                    opened.unwrap(where, EnvironmentFailure)
-                    worker.open.add(number)
-            except TimeoutError as error:
-                raise MachineError(f"{where} did not come up within start_timeout = {self.config.start_timeout:g} s") from error
+            if worker.actor is None:
+                await self._start(worker)
+            if number not in worker.open:
+                await self._open(worker, number, stage)
             return worker.actor
+
+    async def _start(self, worker: _Worker) -> None:
+        where = _name(worker)
+        actor = process(EnvWorker, where, self.cluster.spread(), many=True)
+        worker.actor, worker.open = actor, set()
+        try:
+            await result(actor.node.remote(), self.config.start_timeout)
+        except TimeoutError as error:
+            raise MachineError(f"{where} did not come up within start_timeout = {self.config.start_timeout:g} s. Fix: raise start_timeout") from error
+        self.cluster.follow(actor, where)
+        watch = asyncio.get_running_loop().create_task(self._watch(actor))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
+
+    async def _open(self, worker: _Worker, number: int, stage: bytes) -> None:
+        where = _name(worker)
+        try:
+            opened = await result(worker.actor.open.remote(number, self.home, stage, *self._members), self.timeout)
+        except TimeoutError as error:
+            raise MachineError(
+                f"{where}: the environment managers were not built within runtime_timeout = {self.timeout:g} s. Fix: raise runtime_timeout"
+            ) from error
+        opened.unwrap(where, EnvironmentFailure)
+        worker.open.add(number)
+
+    async def _watch(self, actor: Any) -> None:
+        """End a worker that answers nothing: whoever waits for it learns that it died."""
+        while True:
+            call = asyncio.ensure_future(result(actor.node.remote()))
+            for _ in range(2):  # the second half counts where this process was stopped, too
+                await asyncio.wait([call], timeout=self.config.env_worker_timeout / 2)
+            if not call.done():
+                call.cancel()
+                self._silent.add(actor)
+                ray.kill(actor)
+                return
+            if call.exception() is not None:  # it died
+                return
+            await asyncio.sleep(WATCH_SECONDS)
 
     def died(self, worker: _Worker, actor: Any, error: BaseException) -> WorkerLost:
         """The error for one episode of a lost worker; the first that reports the loss counts, and has it replaced."""
-        cause = death(error)
+        seconds = f"env_worker_timeout = {self.config.env_worker_timeout:g} s"
+        cause = f"it answered nothing for {seconds} (a step that does not return?)." if actor in self._silent else death(error)
         first = worker.actor is actor
         if first:
             worker.actor, self._cause = None, cause
@@ -173,6 +207,8 @@ class Workers:
 
     async def close(self) -> None:
         """End all workers."""
+        for watch in self._watches:
+            watch.cancel()
         for worker in self.all:
             if worker.actor is not None:
                 ray.kill(worker.actor)
@@ -204,6 +240,7 @@ class RayStage:
         finally:
             worker.load -= 1
         if answer.failure is not None and answer.failure.kind in _ENVIRONMENT:
+            answer.tell(_name(worker))
             raise _ENVIRONMENT[answer.failure.kind](answer.failure.text)
         played: Played = answer.unwrap(_name(worker), EnvironmentFailure)
         return played

@@ -19,13 +19,12 @@ from turnwise.data.dealing import deal, gather, merge_results
 from turnwise.data.rows import Rows, Update
 from turnwise.errors import MachineError, TrainerError, TurnwiseError
 from turnwise.plugins import registry
-from turnwise_ray.actors import Answer, Home, Process, death, packed, result, unpacked
+from turnwise_ray.actors import WATCH_SECONDS, Answer, Home, Process, death, packed, process, result, unpacked
 from turnwise_ray.cluster import Cluster, Seat
 
 GRACE_SECONDS = 5.0
 """After the first failure of a rank: how long the others may take to tell theirs, which may be the cause."""
 CLOSE_SECONDS = 30.0
-WATCH_SECONDS = 5.0
 
 
 class TrainRank(Process):
@@ -113,8 +112,9 @@ class RayHandle:
         for number, seat in enumerate(seats):
             name = self.role if len(seats) == 1 else f"{self.role}.{number}"
             options = self._cluster.options([seat], self._plan.environment)
-            self._ranks.append(ray.remote(TrainRank).options(**options).remote(name))
+            self._ranks.append(process(TrainRank, name, options))
             self._places.append(f"rank {number} of {len(seats)} on {seat.address}")
+            self._cluster.follow(self._ranks[-1], f"{self.role}, {self._places[-1]}")
 
     async def _met(self) -> list[tuple[str, str, int]]:
         try:

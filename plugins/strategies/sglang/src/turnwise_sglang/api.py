@@ -9,6 +9,7 @@ from typing import Any
 import httpx2
 
 from turnwise.errors import EngineError
+from turnwise_sglang import memory
 
 
 class Gone(Exception):
@@ -105,7 +106,8 @@ class Api:
         except (ValueError, AttributeError):
             message = text
         fix = " Fix: strategy_config.api_key_env" if status in (401, 403) else ""
-        return EngineError(f"SGLang refused {path} ({status}): {' '.join(str(message).split())[:600]}{fix}")
+        refused = f"SGLang refused {path} ({status}): {' '.join(str(message).split())[:600]}{fix}"
+        return EngineError(memory.told(refused, text, memory.phase(path)))
 
     def _slow(self, path: str, timeout: float | None) -> EngineError:
         limit = "control_timeout" if timeout is None else "request_timeout" if path == "/generate" else "weight_sync_timeout"

@@ -44,10 +44,12 @@ _FIELDS = (
 _ELSEWHERE = {"tensor_parallel_size": "tp_size", "pipeline_parallel_size": "pp_size", "data_parallel_size": "dp_size"}
 _ELSEWHERE |= {"gpu_memory_utilization": "mem_fraction_static", "max_model_len": "context_length", "max_num_seqs": "max_running_requests"}
 """vLLM's names, which are far from SGLang's."""
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_SPARE = 8
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SPARE = 8
 """SGLang keeps a few positions of its context for itself; a response may fill sequence_length to the last token."""
 _CPU_TOKENS = 65536
+SAVER = "torch_memory_saver"
+"""The package that gives device memory back; SGLang for GPUs brings it."""
 _CPU: Mapping[str, Any] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -74,7 +76,7 @@ def server_arguments(config: SglangConfig, context: InferenceContext, port: int)
     on = device(config, context)
     defaults: dict[str, Any] = {"skip_tokenizer_init": True, "log_level": "warning", "grammar_backend": "none"}
     if on == "cpu":
-        defaults |= {**_CPU, "max_total_tokens": max(_CPU_TOKENS, 2 * (context.sequence_length + _SPARE))}
+        defaults |= {**_CPU, "max_total_tokens": max(_CPU_TOKENS, 2 * (context.sequence_length + SPARE))}
     if sees(context.model):
         defaults["disable_fast_image_processor"] = True  # torchvision's gives other pixels than the trainer's
     if on is not None:
@@ -85,8 +87,8 @@ def server_arguments(config: SglangConfig, context: InferenceContext, port: int)
         given |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     fixed = {
         "model_path": str(context.model),
-        "dtype": _DTYPES[context.dtype],
-        "context_length": config.context_length or context.sequence_length + _SPARE,
+        "dtype": DTYPES[context.dtype],
+        "context_length": config.context_length or context.sequence_length + SPARE,
         "random_seed": context.seed % 2**31,
         "host": "127.0.0.1",
         "port": port,
@@ -123,9 +125,18 @@ def environment(config: SglangConfig, context: InferenceContext) -> dict[str, st
     if device(config, context) == "cpu":
         values |= {"TURNWISE_SGLANG_CPU": "1", "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
         values.setdefault("OMP_NUM_THREADS", "1")
+        if (ranks := config.devices_per_engine) > 1:
+            values.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores(ranks))
     elif context.devices:
         values["CUDA_VISIBLE_DEVICES"] = _visible(context.devices)
     return values
+
+
+def _cores(ranks: int) -> str:
+    """This process's CPU cores, dealt out to so many ranks, in SGLang's words. Untold, it has room for one rank on each NUMA node only."""
+    mine = sorted(os.sched_getaffinity(0))
+    each = max(1, len(mine) // ranks)
+    return "|".join(",".join(str(mine[place % len(mine)]) for place in range(rank * each, (rank + 1) * each)) for rank in range(ranks))
 
 
 def _visible(devices: tuple[int, ...]) -> str:
@@ -134,9 +145,9 @@ def _visible(devices: tuple[int, ...]) -> str:
     return ",".join(seen[number] if number < len(seen) else str(number) for number in devices)
 
 
-def installed(python: str) -> str:
-    """SGLang's version in that interpreter, found without importing it; "" where it has none. Raises OSError: there is no such program."""
-    code = "import importlib.util as u, importlib.metadata as m; print(m.version('sglang') if u.find_spec('sglang') else '')"
+def installed(python: str, name: str = "sglang") -> str:
+    """A package's version in that interpreter, found without importing it; "" where it has none. Raises OSError: there is no such program."""
+    code = f"import importlib.util as u, importlib.metadata as m; print(m.version({name!r}) if u.find_spec({name!r}) else '')"
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired as error:
@@ -159,6 +170,19 @@ def machine_problem(config: SglangConfig) -> str:
     except InvalidVersion:
         return ""
     return f"actor_infer: strategy sglang: {python} has sglang {version}, {OLDEST} or newer is needed. {fix}" if old else ""
+
+
+def memory_problems(config: SglangConfig, context: InferenceContext) -> list[str]:
+    """What keeps `enable_memory_saver` from giving memory back in an interpreter that has SGLang."""
+    if not config.enable_memory_saver:
+        return []
+    if device(config, context) == "cpu":
+        where = "$.actor_infer.strategy_args.strategy_config.enable_memory_saver"
+        return [f"{where}: there is no device memory to give back on a CPU. Fix: false, or name GPUs in device_mapping"]
+    if installed(interpreter(config), SAVER):
+        return []
+    lack = f"machine: actor_infer: strategy_config.enable_memory_saver needs the package {SAVER}, which {interpreter(config)} lacks"
+    return [f"{lack}. Fix: install it there, or enable_memory_saver: false"]
 
 
 def argument_problems(config: SglangConfig, context: InferenceContext) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import torch
+from attrs import evolve
 
 from turnwise.contracts.chat import Chat
 from turnwise.contracts.inference import InferenceContext, Request
@@ -22,7 +23,7 @@ from turnwise.rollout.homes import Homes
 from turnwise_sglang import images, lora, weights
 from turnwise_sglang.answers import Limits, StopStrings, body, continued, ended, generation, joined, number
 from turnwise_sglang.api import Gone
-from turnwise_sglang.arguments import argument_problems, device, machine_problem
+from turnwise_sglang.arguments import argument_problems, device, machine_problem, memory_problems
 from turnwise_sglang.config import SglangConfig
 from turnwise_sglang.group import from_group
 from turnwise_sglang.link import Link, Links
@@ -46,15 +47,17 @@ class SglangBackend:
 
     def __init__(self, config: SglangConfig, context: InferenceContext) -> None:
         """Starts nothing. Raises ConfigError: no model or chat, devices that are not one server's, a model that the server cannot serve so."""
+        size = config.devices_per_engine
+        if not context.updates and len(context.devices) % size == 0:
+            context = evolve(context, devices=context.devices[:size])  # an evaluation builds one of the role's servers, in this process
         if context.model is None or context.chat is None:
             raise ConfigError("actor_infer: the sglang backend needs a model. Fix: name a folder, a hub id or a recipe as pretrain")
-        size = config.tp_size * config.pp_size * config.dp_size
         if config.base_url is None and context.devices and len(context.devices) != size:
             raise ConfigError(
                 f"actor_infer: one SGLang server of tp_size × pp_size × dp_size = {size} devices was given {len(context.devices)}. "
                 "Fix: dp_size, or a runtime that places several replicas (ray)"
             )
-        if found := [*lora.problems(config, context), *images.problems(config, context)]:
+        if found := [*lora.problems(config, context), *images.problems(config, context), *weights.problems(context.model)]:
             raise ConfigError(found)  # before a run `check` has no folder to look into
         if context.lora is not None:
             pass  # adapters end in this process, whatever the server's sizes
@@ -87,7 +90,7 @@ class SglangBackend:
         where = "$.actor_infer.strategy_args.strategy_config"
         if config.base_url is None:
             lack = machine_problem(config)
-            own = [f"machine: {lack}"] if lack else argument_problems(config, context)
+            own = [f"machine: {lack}"] if lack else [*memory_problems(config, context), *argument_problems(config, context)]
             return [*lora.problems(config, context), *own]
         problems = [*lora.problems(config, context), *images.problems(config, context)]
         if config.engine_args:
@@ -299,7 +302,7 @@ class SglangBackend:
             for path in paths:
                 await link.api.call(path, {})
         except Gone as error:
-            await self._links.lost(link, error)
+            await self._links.lost(link, error, "the wake-up")
             if not link.lost:
                 raise EngineError(f"SGLang broke off {path} and lives on: {error}. Fix: see its log") from error
 
@@ -354,7 +357,7 @@ class SglangBackend:
 
     async def _replaced(self, link: Link, cause: Gone) -> Link:
         """The server that took the place of `link`, with the weights that were kept last, paused."""
-        await self._links.lost(link, cause)
+        await self._links.lost(link, cause, "the weight update")
         if not link.lost:
             raise EngineError(f"SGLang broke off a weight update and lives on: {cause}. Fix: see its log") from cause
         return await self._paused()

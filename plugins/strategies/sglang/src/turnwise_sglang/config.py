@@ -61,9 +61,14 @@ class SglangConfig:
     enable_memory_saver: bool = False
     engine_args: Mapping[str, Any] = field(factory=dict)
 
+    @property
+    def devices_per_engine(self) -> int:
+        """Those of one server."""
+        return self.tp_size * self.pp_size * self.dp_size
+
     def data_parallel_size(self, world: int) -> int:
         """How many copies of the model `world` devices hold. Raises ValueError where they cannot be divided so."""
-        if world % (self.tp_size * self.pp_size * self.dp_size):
+        if world % self.devices_per_engine:
             by_dp = f" × dp_size {self.dp_size}" if self.dp_size > 1 else ""
             raise ValueError(f"{world} devices are not divisible by tp_size {self.tp_size} × pp_size {self.pp_size}{by_dp}")
         return world // (self.tp_size * self.pp_size)

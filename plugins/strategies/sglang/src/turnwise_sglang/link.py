@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from attrs import define
 
 from turnwise.contracts.inference import InferenceContext
 from turnwise.errors import ConfigError, EngineError, EngineLost
-from turnwise_sglang import lora, weights
+from turnwise_sglang import lora, memory, weights
 from turnwise_sglang.api import Api, Gone
-from turnwise_sglang.arguments import device, environment, interpreter, server_arguments
+from turnwise_sglang.arguments import DTYPES, SPARE, device, environment, interpreter, server_arguments
 from turnwise_sglang.config import SglangConfig
 from turnwise_sglang.server import Server, free_port
 
 GRACE = 10.0
 """Seconds in which a server that broke a connection is expected to end; one that lives on and answers is not replaced."""
+
+ALIASES = {"half": "float16", "float": "float32"}
+"""What SGLang also calls its dtypes."""
 
 
 @define(eq=False)
@@ -26,7 +30,7 @@ class Link:
     """One server: how to call it, how many tensor parallel ranks it has, its process if it is ours. `lost`: it is of no use any more.
 
     `device`: cpu or cuda. `group`: the process group that its ranks share with the trainer. `bare`: it took the place of another and lacks that
-    one's weights. `adapter`: the name of the adapter that requests have to give ("": none).
+    one's weights. `adapter`: the name of the adapter that requests have to give ("": none). `phase`: what it was last found dead in.
     """
 
     api: Api
@@ -37,6 +41,7 @@ class Link:
     group: str = ""
     bare: bool = False
     adapter: str = ""
+    phase: str = "sampling"
 
 
 class Links:
@@ -84,8 +89,8 @@ class Links:
         finally:
             self._opening = None
 
-    async def lost(self, link: Link, cause: Gone) -> None:
-        """A call broke off: wait whether the server is gone. Raises EngineError where it cannot be replaced."""
+    async def lost(self, link: Link, cause: Gone, phase: str = "sampling") -> None:
+        """A call of `phase` broke off: wait whether the server is gone. Raises EngineError where it cannot be replaced."""
         if self._closed:
             raise EngineError("the backend was closed") from cause
         if link.server is None:
@@ -95,14 +100,15 @@ class Links:
             await asyncio.sleep(0.1)
         if link.server.alive and await link.api.healthy():
             return
-        link.lost = True
+        link.lost, link.phase = True, phase
 
     async def given_up(self, link: Link, cause: Gone, when: str) -> EngineError:
         """The error of a call that broke off and is not made again. Raises EngineLost where the server cannot be replaced."""
-        await self.lost(link, cause)
+        await self.lost(link, cause, "the weight update")
+        said = link.server.words() if link.server is not None else ""
         if link.lost and not self._left:
             await self.get()
-        return EngineError(f"SGLang died {when}: {cause}")
+        return EngineError(memory.told(f"SGLang died {when}: {cause}", said, "the weight update"))
 
     async def close(self) -> None:
         """Stop what was started, leave what was attached to; may be called twice."""
@@ -125,9 +131,12 @@ class Links:
         while link.lost:
             assert link.server is not None
             told = f"SGLang died ({link.server.how_it_ended()}), log {link.server.log}: {link.server.tail()}"
+            said = link.server.words()
             await _stopped(link, keep_log=not self._left)  # whatever its death left of its group
             if not self._left:
-                raise EngineError(f"{told}. It was started again restarts = {self._config.restarts} times. Fix: see the log")
+                again = f"{told}. It was started again restarts = {self._config.restarts} times"
+                reason = memory.told(again, said, link.phase)
+                raise EngineError(f"{again}. Fix: see the log" if reason == again else reason)
             self._left -= 1
             link = await self._started()
             try:
@@ -145,7 +154,7 @@ class Links:
             if self.adapter is not None:
                 await lora.load(link, self.adapter, self._context.weight_sync_timeout)
         except Gone as error:
-            await self.lost(link, error)
+            await self.lost(link, error, "the weight update")
             if not link.lost:
                 raise EngineError(f"SGLang was started again, broke off its weights and lives on: {error}. Fix: see its log") from error
         link.bare = self.kept is not None and self.kept.elsewhere
@@ -169,7 +178,8 @@ class Links:
             if self._closed:
                 raise EngineError("the backend was closed")
             if not server.alive:
-                raise EngineError(f"SGLang did not start ({server.how_it_ended()}), log {server.log}: {server.tail()}")
+                told = f"SGLang did not start ({server.how_it_ended()}), log {server.log}: {server.tail()}"
+                raise EngineError(memory.told(told, server.words(), "the start"))
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"SGLang did not answer within start_timeout = {self._config.start_timeout:g} s, log {server.log}: {server.tail()}. "
@@ -182,7 +192,8 @@ class Links:
         api = Api(url, config.control_timeout, os.environ.get(config.api_key_env) if config.api_key_env else None)
         try:
             facts = await api.get("/server_info")
-            if problems := attach_problems(config, facts, self._context.lora is not None):
+            facts["model_path"] = (await api.get("/model_info"))["model_path"]  # which an update from files has changed
+            if problems := attach_problems(config, self._context, facts):
                 raise ConfigError(problems)
             await api.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
         except Gone as error:
@@ -207,16 +218,25 @@ def _seen(task: asyncio.Task[Link]) -> None:
         task.exception()
 
 
-def attach_problems(config: SglangConfig, facts: dict[str, Any], lora: bool = False) -> list[str]:
-    """What keeps an attached server (its /server_info) from doing what the options promise; `lora`: and from taking adapters alone."""
+def attach_problems(config: SglangConfig, context: InferenceContext, facts: dict[str, Any]) -> list[str]:
+    """What keeps an attached server (its /server_info, with the `model_path` of now) from doing what the options promise and the run needs."""
     problems = []
     where = f"the SGLang server at {config.base_url}"
+    if context.needs_its_model and not context.is_model(str(facts["model_path"])):
+        why = "only adapters will be sent" if context.lora is not None else "no weights will be sent"
+        fix = f"Fix: start it with --model-path {Path(str(context.model)).resolve()}"
+        problems.append(f"{where} has the model {facts['model_path']}, and {why}. {fix}")
+    if ALIASES.get(facts["dtype"], facts["dtype"]) != DTYPES[context.dtype]:
+        problems.append(f"{where} has the dtype {facts['dtype']}, the run {context.dtype}. Fix: start it with --dtype {DTYPES[context.dtype]}")
+    if facts["max_req_input_len"] < context.sequence_length:
+        fix = f"Fix: start it with --context-length {context.sequence_length + SPARE}, and a cache (--max-total-tokens) of no less"
+        problems.append(f"{where} takes {facts['max_req_input_len']} tokens, and sequence_length is {context.sequence_length}. {fix}")
     if config.enable_deterministic_inference and not facts.get("enable_deterministic_inference"):
         problems.append(
             f"{where} runs without enable_deterministic_inference, so it ignores the seeds of requests. "
             "Fix: start it so, or strategy_config: {enable_deterministic_inference: false}"
         )
-    if lora and not facts.get("enable_lora"):
+    if context.lora is not None and not facts.get("enable_lora"):
         fix = "Fix: start it with enable_lora, max_lora_rank and lora_target_modules, or actor_train.model_args.lora_sync: merged"
         problems.append(f"{where} runs without enable_lora, so it takes no adapters alone. {fix}")
     if int(facts.get("dp_size") or 1) != config.dp_size:

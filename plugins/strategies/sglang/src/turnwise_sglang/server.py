@@ -21,6 +21,8 @@ from turnwise.errors import MachineError
 from turnwise_sglang.arguments import LAUNCHER
 
 TAIL = 6
+WORDS = 2**17
+"""Bytes of a log in which the reason of its end is looked for."""
 _MEMORY = Path("/dev/shm")
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b.*:|.*\b(out of memory|OOM)\b", re.IGNORECASE)
 _USUAL = re.compile(r"INFO|WARNING|GET /|POST /")
@@ -69,11 +71,22 @@ class Server:
         telling = errors[-2:] or [line for line in lines if not _USUAL.search(line)][-TAIL:] or lines[-TAIL:]
         return " | ".join(line[:400] for line in telling) or "an empty log"
 
+    def words(self) -> str:
+        """The end of its log as it is; empty where there is none."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - WORDS))
+                return log.read().decode("utf-8", errors="replace")
+        except OSError:
+            return ""
+
     def how_it_ended(self) -> str:
-        """`exit code 1` or `signal SIGKILL`."""
+        """`exit code 1` or `signal SIGKILL`, with what the system may have meant by it where the log tells no reason (SGLang kills itself so)."""
         code = self._process.poll()
         if code is not None and code < 0:
-            return f"signal {signal.Signals(-code).name}"
+            silent = -code == signal.SIGKILL and not any(_ERROR.match(line.strip()) for line in self.words().splitlines())
+            full = ": if main memory was full, lower engine_args.max_total_tokens or max_running_requests of actor_infer"
+            return f"signal {signal.Signals(-code).name}{full if silent else ''}"
         return f"exit code {code}"
 
     def stop(self, patience: float, keep_log: bool = False) -> None:

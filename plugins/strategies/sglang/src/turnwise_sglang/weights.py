@@ -32,6 +32,24 @@ EARLIER = {"model.language_model.": "model.", "model.visual.": "visual."}
 """What transformers calls the parts of a vision-language model in memory, and in files, where SGLang looks for them."""
 
 
+OWN_HEAD = ("qwen2_moe", "qwen3_moe")
+"""Model types whose output head SGLang never ties to the embedding."""
+
+
+def problems(folder: Path) -> list[str]:
+    """What keeps the server from the weights of the model in `folder`, a folder that may be unprepared yet."""
+    try:
+        facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    if facts.get("model_type") not in OWN_HEAD or not facts.get("tie_word_embeddings", False):
+        return []
+    return [
+        f"$.pretrain: SGLang's {facts['model_type']} does not tie its output head to the embedding, and would leave it empty: every token alike. "
+        "Fix: a model with tie_word_embeddings: false, or another engine"
+    ]
+
+
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name → shape of every tensor in the safetensors files of `folder`. Raises EngineError for a file that cannot be read."""
     found: dict[str, tuple[int, ...]] = {}

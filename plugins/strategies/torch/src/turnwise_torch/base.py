@@ -22,7 +22,7 @@ from turnwise_torch import lora, models
 from turnwise_torch.broadcast import Broadcast, Hub
 from turnwise_torch.experts import to_checkpoint
 from turnwise_torch.export import remove, write_model
-from turnwise_torch.guard import out_of_memory_told
+from turnwise_torch.guard import Savings, out_of_memory_told, tells_out_of_memory
 from turnwise_torch.head import token_log_probs, token_values
 from turnwise_torch.microbatch import Layout, MicroBatch, padding
 from turnwise_torch.objective import Sums, build_loss, column_tensors, objective_columns, policy_objective, value_objective
@@ -41,6 +41,10 @@ class ModelStrategy:
 
     transports: tuple[str, ...] = ("shared_memory", "process_group", "safetensors")
     adapters = True
+    savings = Savings(
+        recompute="{role}.model_args.disable_gradient_checkpointing: false",
+        spread="fsdp: {{cpu_offload: true}} in {role}.strategy_args.strategy_config (with several devices)",
+    )
     logits_chunk = 0
     model: nn.Module
 
@@ -48,7 +52,7 @@ class ModelStrategy:
         self.context, self.device = context, device
         if context.head != "lm":
             self.transports = ()
-        self.group = ProcessGroup(context.ranks, device)
+        self.group = ProcessGroup(context.ranks, device, context.runtime_timeout)
         self.loss = build_loss(context.objective) if context.trainable and context.head == "lm" and context.objective else None
         self.vision = Vision(context.model) if has_vision(context.model) else None
         if self.vision is not None and context.use_sequence_packing:
@@ -114,6 +118,7 @@ class ModelStrategy:
             raise TrainerError(f"{self.context.role} has no value head. Fix: build it with head: value")
         return self._infer("values", rows, self._values)
 
+    @tells_out_of_memory("the update", "update")
     def update(self, update: Update) -> UpdateResult:
         """One optimizer step on Σ coef·loss; without a token of non-zero coef on any rank, none. Raises TrainerError."""
         if not self.context.trainable:
@@ -124,17 +129,16 @@ class ModelStrategy:
             return UpdateResult(loss=0.0, grad_norm=0.0)
         self._check_rows(update.rows)
         try:
-            with out_of_memory_told("the update", self.context.role, train=True):
-                loss, sums = self._accumulate(update, columns)
-                norm = self._clip()
-                if self.group.largest(int(not (math.isfinite(loss) and math.isfinite(norm))))[0]:
-                    raise TrainerError(
-                        f"update {self._updates} of {self.context.role} has loss {loss} and gradient norm {norm} "
-                        f"({len(columns['coef'])} response tokens, learning rate {update.lr:g}); no step was made. "
-                        "Fix: a lower learning_rate or max_grad_norm, or dtype fp32"
-                    )
-                with self._exclusive():
-                    self._step(update.lr)
+            loss, sums = self._accumulate(update, columns)
+            norm = self._clip()
+            if self.group.largest(int(not (math.isfinite(loss) and math.isfinite(norm))))[0]:
+                raise TrainerError(
+                    f"update {self._updates} of {self.context.role} has loss {loss} and gradient norm {norm} "
+                    f"({len(columns['coef'])} response tokens, learning rate {update.lr:g}); no step was made. "
+                    "Fix: a lower learning_rate or max_grad_norm, or dtype fp32"
+                )
+            with self._exclusive():
+                self._step(update.lr)
         finally:
             self._clear()
         return UpdateResult(loss=loss, grad_norm=norm, sums={**sums, **gpu_memory(self.device)})
@@ -182,6 +186,7 @@ class ModelStrategy:
         assert isinstance(self.model, models.ValueModel)
         return token_values(self.model, batch)
 
+    @tells_out_of_memory("the offer of weights", "send")
     def offer(self, transport: str, version: int, receivers: int = 1) -> Offer:
         """`shared_memory`, `process_group`: the payload of a sender of turnwise_torch.stream or .broadcast, served by `send`; `safetensors`:
         {"folder"} in Hugging Face layout (of adapters alone in PEFT's), valid until the next offer."""
@@ -207,6 +212,7 @@ class ModelStrategy:
             remove(previous)
         return Offer(transport, version, {"folder": str(self._folder)}, adapter)
 
+    @tells_out_of_memory("the sending of weights", "send")
     def send(self, offer: Offer) -> None:
         """Stream the weights of a `shared_memory` or `process_group` offer in buckets of `bucket_bytes`; other offers are read by the backend."""
         if offer.transport not in ("shared_memory", "process_group"):
@@ -222,6 +228,7 @@ class ModelStrategy:
                 pass
             self._withdraw()
 
+    @tells_out_of_memory("the export", "hold")
     def export(self, folder: Path) -> None:
         """Weights in the compute dtype with config and tokenizer, in Hugging Face layout, written by rank 0. Raises CheckpointError.
 
@@ -266,7 +273,7 @@ class ModelStrategy:
         out = np.zeros(len(layout.position), np.float32)
         groups = self._groups(layout, self.context.infer_batch_size, self.context.max_tokens_per_microbatch_in_infer)
         more = self.group.largest(len(groups))[0] - len(groups)
-        with out_of_memory_told(phase, self.context.role, train=False), torch.no_grad():
+        with out_of_memory_told(phase, self.context.role, "infer", self.savings), torch.no_grad():
             for group in groups:
                 batch = self._batch(layout, group)
                 out[batch.responses] = compute(batch).float().cpu().numpy()

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from turnwise.errors import EngineError, TrainerError
+from turnwise_torch.guard import is_out_of_memory
 from turnwise_torch.stream import Bucket, Lines
 
 T = TypeVar("T")
@@ -166,6 +167,8 @@ class Broadcast:
         try:
             yield
         except (OSError, EOFError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors
+            if is_out_of_memory(error):
+                raise
             late = isinstance(error, TimeoutError) or "timeout" in str(error).lower()
             what = f"did not join or read the weights within weight_sync_timeout = {self._hub.timeout:g} s" if late else "stopped reading the weights"
             reason = "" if late else f" ({_short(error)})"

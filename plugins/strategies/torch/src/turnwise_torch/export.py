@@ -60,9 +60,10 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], size: int
     """One `model.safetensors`, or several files of about `size` bytes with their index."""
     files: dict[str, list[str]] = {}
     total = 0
-    for number, bucket in enumerate(buckets(weights, size), 1):
+    held = ((name, tensor.detach().cpu()) for name, tensor in weights)  # a file's worth of gathered tensors would fill the device
+    for number, bucket in enumerate(buckets(held, size), 1):
         file = f"model-{number:05d}.safetensors"
-        save_file({name: tensor.detach().contiguous() for name, tensor in bucket}, folder / file, {"format": "pt"})
+        save_file({name: tensor.contiguous() for name, tensor in bucket}, folder / file, {"format": "pt"})
         files[file] = [name for name, _ in bucket]
         total += sum(tensor.nbytes for _, tensor in bucket)
     if len(files) == 1:

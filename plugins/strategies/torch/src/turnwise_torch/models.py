@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as hf_logging
 
 from turnwise.errors import CheckpointError, TrainerError, did_you_mean, listed
+from turnwise_torch.guard import is_out_of_memory
 from turnwise_torch.microbatch import MicroBatch, plain
 from turnwise_torch.packing import Packing, packed_mask, varlen
 from turnwise_torch.vision import embedded, has_vision
@@ -123,7 +124,7 @@ def _packs(model: nn.Module) -> bool:
             both = evolve(plain(torch.cat([first, second], 1)), packing=Packing(places, segments))
             together = hidden_states(model, both).float()
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if is_out_of_memory(error):
                 raise
             return False  # the backbone takes no positions, or no mask of this shape
     return float((together - alone).norm()) <= 0.02 * float(alone.norm())
@@ -188,6 +189,8 @@ def _load(auto: Any, folder: Path, dtype: str, attn_implementation: str) -> nn.M
         with quiet():
             model, info = auto.from_pretrained(folder, **options)
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         raise CheckpointError(f"cannot load the model in {folder}: {first_line(error)}") from error
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])

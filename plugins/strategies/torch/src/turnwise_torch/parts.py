@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from turnwise.errors import CheckpointError
+from turnwise_torch.guard import is_out_of_memory
 from turnwise_torch.models import first_line
 from turnwise_torch.state import checked
 
@@ -33,7 +34,8 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
             (Path(folder) / FACTS_FILE).write_text(json.dumps({"format": FORMAT, **facts}, indent=1), encoding="utf-8")
         dcp.save(dict(tensors), checkpoint_id=str(folder))
     except (OSError, CheckpointException) as error:
-        raise CheckpointError(f"cannot write the training state to {folder}: {_cause(error)}") from error
+        cause = _cause(error)
+        raise CheckpointError(f"cannot write the training state to {folder}: {first_line(cause)}") from error
 
 
 def is_in_parts(folder: Path) -> bool:
@@ -56,12 +58,15 @@ def read_parts(folder: Path, expected: Mapping[str, str], place: Place) -> tuple
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process reads what several wrote
             dcp.load(dict(tensors), storage_reader=reader)
     except (OSError, ValueError, EOFError, AttributeError, RuntimeError, pickle.UnpicklingError, CheckpointException) as error:
-        raise CheckpointError(f"{source} is cut short or damaged: {_cause(error)}. Fix: resume from an older checkpoint") from error
+        cause = _cause(error)
+        raise CheckpointError(f"{source} is cut short or damaged: {first_line(cause)}. Fix: resume from an older checkpoint") from error
     return tensors, facts
 
 
-def _cause(error: BaseException) -> str:
-    """In one line; of a failure on several ranks the first."""
+def _cause(error: BaseException) -> BaseException:
+    """Of a failure on several ranks the first. Raises it if memory ran out."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return first_line(error)
+    if is_out_of_memory(error):
+        raise error
+    return error

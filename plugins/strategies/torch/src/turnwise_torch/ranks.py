@@ -9,14 +9,13 @@ import torch.distributed as dist
 
 from turnwise.contracts.train import Ranks
 
-MEETING_SECONDS = 600.0
-"""How long a rank waits for the others to come, and in any collective for them to answer."""
-
 
 class ProcessGroup:
-    """torch's default process group of the role: NCCL on GPUs, gloo on the CPU. One process has none and agrees with itself."""
+    """torch's default process group of the role: NCCL on GPUs, gloo on the CPU. One process has none and agrees with itself.
 
-    def __init__(self, ranks: Ranks, device: torch.device, timeout: float = MEETING_SECONDS) -> None:
+    `timeout`: the seconds that a rank waits for the others to come, and in any collective for them to answer."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, timeout: float) -> None:
         self.ranks, self._device = ranks, device
         self._joined = False
         if ranks.size > 1:
@@ -44,3 +43,9 @@ class ProcessGroup:
         if self._joined:
             dist.destroy_process_group()
             self._joined = False
+
+
+def limit_waits(timeout: float) -> None:
+    """Let every collective of this process wait up to `timeout` seconds, also in groups that a library made with torch's own limit."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)

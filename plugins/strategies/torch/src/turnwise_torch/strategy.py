@@ -17,7 +17,7 @@ from turnwise_torch.base import ModelStrategy, device_of
 from turnwise_torch.checks import model_problems
 from turnwise_torch.config import TorchConfig
 from turnwise_torch.fsdp import ShardedModel
-from turnwise_torch.guard import out_of_memory_told
+from turnwise_torch.guard import out_of_memory_told, tells_out_of_memory
 from turnwise_torch.microbatch import MicroBatch
 from turnwise_torch.optimizer import MasterAdamW
 from turnwise_torch.parts import Place, is_in_parts, read_parts, write_parts
@@ -40,7 +40,7 @@ class TorchStrategy(ModelStrategy):
         self.sharded: ShardedModel | None = None
         self.optimizer: MasterAdamW | None = None
         self._key: str | None = None
-        with out_of_memory_told("loading the model", context.role, train=False):
+        with out_of_memory_told("loading the model", context.role, "hold", self.savings):
             self.model = self._build_sharded() if context.ranks.size > 1 else self._build_whole()
             with torch.no_grad():
                 if context.head == "lm":
@@ -62,6 +62,7 @@ class TorchStrategy(ModelStrategy):
             return Offer(transport, version, {"key": self._key})
         return super().offer(transport, version, receivers)
 
+    @tells_out_of_memory("the checkpoint", "hold")
     def save(self, folder: Path) -> None:
         """What is trained (masters, moments), random state and the number of updates: one file, or with several ranks a part of each.
         Raises CheckpointError."""
@@ -73,6 +74,7 @@ class TorchStrategy(ModelStrategy):
         write = write_parts if self.sharded else write_state
         write(folder, {**weights, **rng}, {**self._facts(), "updates": str(self._updates)})
 
+    @tells_out_of_memory("resuming", "hold")
     def load(self, folder: Path) -> None:
         """Undo `save`, in place and exactly; what several ranks saved is read by any number. Raises CheckpointError."""
         masters: Mapping[str, Tensor] = self.optimizer.masters if self.optimizer else dict(self.model.named_parameters())
@@ -100,10 +102,12 @@ class TorchStrategy(ModelStrategy):
             torch.cuda.set_rng_state(tensors[random["cuda"]], self.device)
         self._updates = int(facts["updates"])
 
+    @tells_out_of_memory("offloading", "move")
     def offload(self) -> None:
         """Move model and optimizer to the CPU's memory."""
         self._move(torch.device("cpu"))
 
+    @tells_out_of_memory("onloading", "move")
     def onload(self) -> None:
         """Move them back."""
         self._move(self.device)

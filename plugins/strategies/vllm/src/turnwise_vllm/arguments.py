@@ -42,14 +42,18 @@ _CPU_CACHE = 4 * 2**30
 
 
 def problems(config: VllmConfig, context: InferenceContext) -> list[str]:
-    """What is wrong with the options, one line each, told without importing vLLM."""
+    """What is wrong with the options, one line each (`machine: …`: what is missing here), told without importing vLLM."""
     lines = [*_mode_problems(config), *_name_problems(config.engine_args), *_adapter_problems(config, context), *_image_problems(config, context)]
     if config.max_model_len is not None and config.max_model_len < context.sequence_length:
         lines.append(
             f"{WHERE}.max_model_len: {config.max_model_len} is below sequence_length {context.sequence_length}. Fix: leave max_model_len out"
         )
-    if config.enable_sleep_mode and config.mode != "attach" and (not context.devices or cpu_build()):
-        lines.append(f"{WHERE}.enable_sleep_mode: there is no device memory to give back on a CPU. Fix: false, or name GPUs in device_mapping")
+    if config.enable_sleep_mode and config.mode != "attach":
+        if not context.devices:
+            lines.append(f"{WHERE}.enable_sleep_mode: there is no device memory to give back on a CPU. Fix: false, or name GPUs in device_mapping")
+        elif cpu_build():
+            lack = "machine: actor_infer: strategy_config.enable_sleep_mode needs vLLM for GPUs, and its build for CPUs is installed"
+            lines.append(f"{lack}. Fix: install vLLM for GPUs, or enable_sleep_mode: false")
     wanted = config.engine_args.get("data_parallel_size")
     if context.devices:
         try:
@@ -205,8 +209,8 @@ def model_facts(folder: Path) -> dict[str, Any]:
 
 
 def sees(folder: Path | None) -> bool:
-    """Whether the model takes images."""
-    return folder is not None and (Path(folder) / "config.json").is_file() and "vision_config" in model_facts(Path(folder))
+    """Whether the model takes images; False for a folder that is not prepared yet (none, or the empty path)."""
+    return folder not in (None, Path()) and (Path(str(folder)) / "config.json").is_file() and "vision_config" in model_facts(Path(str(folder)))
 
 
 def head_size(facts: Mapping[str, Any]) -> int:

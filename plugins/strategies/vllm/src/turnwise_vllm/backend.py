@@ -13,7 +13,7 @@ from turnwise.contracts.chat import Chat
 from turnwise.contracts.inference import InferenceContext, Request
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation
-from turnwise.errors import ConfigError, EngineError, listed
+from turnwise.errors import ConfigError, EngineError, MachineError, listed
 from turnwise.rollout.homes import Homes
 from turnwise_vllm.adapters import Folder
 from turnwise_vllm.arguments import cpu_build, model_facts, problems, replicas, sees
@@ -36,11 +36,14 @@ class VllmBackend:
     adapters = True
 
     def __init__(self, config: VllmConfig, context: InferenceContext) -> None:
-        """Raises ConfigError; nothing is started."""
+        """Raises ConfigError or MachineError; nothing is started."""
         if context.model is None or context.chat is None:
             raise ConfigError("actor_infer: the vllm backend needs a model and its chat. Fix: name a folder, a hub id or a recipe as pretrain")
-        if found := problems(config, context):
-            raise ConfigError(found)
+        found = problems(config, context)
+        if wrong := [line for line in found if not line.startswith("machine: ")]:
+            raise ConfigError(wrong)
+        if found:
+            raise MachineError("\n".join(line.removeprefix("machine: ") for line in found))
         self._config, self._context = config, context
         self._chat: Chat = context.chat
         facts = model_facts(Path(context.model))
@@ -63,7 +66,7 @@ class VllmBackend:
 
     @staticmethod
     def check(config: VllmConfig, context: InferenceContext) -> list[str]:
-        """What is wrong with the options, one line each; vLLM's argument names are read from its source."""
+        """What is wrong with the options, or (`machine: …`) missing here, one line each; vLLM's argument names are read from its source."""
         return problems(config, context)
 
     @staticmethod

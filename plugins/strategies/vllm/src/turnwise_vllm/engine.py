@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from turnwise.contracts.inference import InferenceContext
 from turnwise.errors import ConfigError, EngineError, EngineLost, TurnwiseError, listed
-from turnwise_vllm import adapters
+from turnwise_vllm import adapters, memory
 from turnwise_vllm.arguments import applied, cpu_build, engine_arguments, environment, head_size, model_facts
 from turnwise_vllm.config import VllmConfig
 from turnwise_vllm.images import Picture, engine_input
@@ -20,7 +20,6 @@ T = TypeVar("T")
 _SHUTDOWN = 20.0
 _CALL_FAILED = " method failed: "
 """Stands in vLLM's errors between the name of a call to its workers and what they said."""
-DEAD = "vLLM's engine died. Its own messages above tell why. Fix: after an out-of-memory lower gpu_memory_utilization or max_num_seqs"
 
 
 class Engine(Protocol):
@@ -60,17 +59,17 @@ class LocalEngine:
         self._thread.start()
         try:
             # vLLM gives up at start_timeout by itself, and tells more; this one is for a start that hangs elsewhere.
-            self._llm = await self._run(self._build(), self._config.start_timeout + 60)
+            self._llm = await self._run(self._build(), self._config.start_timeout + 60, "the start")
         except TimeoutError as error:
             raise EngineError(f"vLLM did not start within start_timeout = {self._config.start_timeout:g} s. Fix: raise start_timeout") from error
 
     async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture], copy: int | None) -> Answer:
         """Raises EngineError."""
-        return await self._run(self._generate(ids, sampling, name, pictures, copy), self._config.request_timeout)
+        return await self._run(self._generate(ids, sampling, name, pictures, copy), self._config.request_timeout, "sampling")
 
     async def control(self, step: str, **arguments: Any) -> Any:
         """Raises EngineError."""
-        return await self._run(self._control(step, arguments), self._context.weight_sync_timeout)
+        return await self._run(self._control(step, arguments), self._context.weight_sync_timeout, memory.phase(step))
 
     async def close(self) -> None:
         """End the engine, its processes and the thread."""
@@ -78,7 +77,7 @@ class LocalEngine:
         if self._thread is None:
             return
         if llm is not None:
-            await self._run(_silence(llm), _SHUTDOWN)
+            await self._run(_silence(llm), _SHUTDOWN, "the end")
             await asyncio.to_thread(llm.shutdown, _SHUTDOWN)
             llm.shutdown = _nothing  # its __del__ would do it again, when the interpreter is half gone
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -94,8 +93,8 @@ class LocalEngine:
         self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         self._loop.close()
 
-    async def _run(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
-        """Run `work` on the engine's loop; whatever it raises becomes one EngineError."""
+    async def _run(self, work: Coroutine[Any, Any, T], timeout: float, when: str) -> T:
+        """Run `work` on the engine's loop; whatever it raises becomes one EngineError. `when`: the phase that is told."""
         try:
             return await asyncio.wait_for(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop)), timeout)
         except TurnwiseError:
@@ -105,8 +104,8 @@ class LocalEngine:
         # vLLM raises its own errors, those of its libraries and those of its workers.
         except Exception as error:
             if self._llm is not None and self._llm.errored:
-                raise EngineLost(DEAD) from error
-            raise EngineError(_told(error)) from error
+                raise EngineLost(_died(error, when)) from error
+            raise EngineError(memory.told(_told(error), memory.chain(error), when)) from error
 
     async def _build(self) -> Any:
         config, context, cpu = self._config, self._context, cpu_build()
@@ -122,7 +121,9 @@ class LocalEngine:
             try:
                 llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
             except Exception as error:  # whatever vLLM refuses, in whatever of its libraries' errors
-                raise EngineError(f"vLLM did not start: {one_line(error)}. Its own messages above may tell more") from error
+                told = memory.told(f"vLLM did not start: {one_line(error)}", memory.chain(error), "the start")
+                elsewhere = f"; where they tell of memory, lower {memory.KEYS} of actor_infer" if "initialization failed" in told else ""
+                raise EngineError(f"{told}. Its own messages above may tell more{elsewhere}") from error
         await llm.update_weight_version("0")
         if cpu and config.pipeline_parallel_size > 1:
             await llm.collective_rpc("prepare_pipeline")
@@ -201,6 +202,14 @@ def check_head_size(folder: Path) -> None:
             f"vLLM on a CPU has no attention for heads of {size} numbers. Known: {listed(map(str, known))}. "
             "Fix: another hidden_size or num_heads (hidden_size ÷ num_heads), or another backend"
         )
+
+
+def _died(error: Exception, when: str) -> str:
+    """The end of the engine, whose own words may have gone to the terminal alone."""
+    told = memory.told("vLLM's engine died", memory.chain(error), when)
+    if told != "vLLM's engine died":
+        return told
+    return f"{told}, in {when} of actor_infer. Its own messages above tell why. Fix: after an out-of-memory lower {memory.KEYS}"
 
 
 def _told(error: Exception) -> str:

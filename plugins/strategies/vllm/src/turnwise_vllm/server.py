@@ -19,8 +19,8 @@ from urllib.parse import urlencode
 
 from turnwise.contracts.inference import InferenceContext
 from turnwise.errors import ConfigError, EngineError, EngineLost
-from turnwise_vllm import adapters
-from turnwise_vllm.arguments import EXTENSION, TRANSFER, cpu_build, engine_arguments, environment
+from turnwise_vllm import adapters, memory
+from turnwise_vllm.arguments import DTYPES, EXTENSION, TRANSFER, cpu_build, engine_arguments, environment
 from turnwise_vllm.config import VllmConfig
 from turnwise_vllm.images import Picture, features
 from turnwise_vllm.requests import Answer
@@ -30,6 +30,8 @@ PARENT = "TURNWISE_VLLM_PARENT"
 _POLL = 0.25
 _STOP = 20.0
 _PROBE = 60.0
+_WORDS = 2**17
+"""Bytes of a server's log in which the reason of its end is looked for."""
 _ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
     "pause": ("/pause", {"mode": "keep", "clear_cache": "false"}),
     "resume": ("/resume", {}),
@@ -137,7 +139,7 @@ class ServedEngine:
                 await self._ask("GET", "/health", None, _PROBE)
                 return
             if self._process is not None and (said := self._process.ended()) is not None:
-                raise EngineError(f"the vLLM server did not start: {said}")
+                raise EngineError(memory.told(f"the vLLM server did not start: {said}", self._process.words(), "the start"))
             if self._process is None or time.monotonic() > deadline:
                 where = f"the vLLM server at {self._address} does not answer"
                 raise EngineError(f"{where}. Fix: start it, correct base_url" if self._process is None else f"{where} within start_timeout")
@@ -148,6 +150,11 @@ class ServedEngine:
         config = told["vllm_config"]
         model, transfer = config["model_config"], config.get("weight_transfer_config") or {}
         wrong = []
+        if self._context.needs_its_model and not self._context.is_model(str(model["model"])):
+            why = "only adapters will be sent" if self._context.lora is not None else "no weights will be sent"
+            wrong.append(f"--model {Path(str(self._context.model)).resolve()} (it has {model['model']}, and {why})")
+        if (dtype := str(model["dtype"]).removeprefix("torch.")) != DTYPES[self._context.dtype]:
+            wrong.append(f"--dtype {DTYPES[self._context.dtype]} (it has {dtype})")
         if self._context.lora is not None:
             wanted = adapters.engine_arguments(self._context.lora)["max_lora_rank"]
             rank = (config.get("lora_config") or {}).get("max_lora_rank", 0)
@@ -199,12 +206,16 @@ class ServedEngine:
             return json.loads(text) if text.startswith(("{", "[")) else text
         told = f"the vLLM server answered {path.partition('?')[0]} with {status}: {_reason(text)}."
         if status >= 500 and path != "/health" and not await self._healthy():
-            raise self._gone(f"{told} Its engine died", path)
+            why = "Fix: see its log" if self._process is None else self._process.last()
+            raise self._gone(f"{told} Its engine died. {why}", path)
         if "has already been loaded" in text:
             raise _AlreadyLoaded(told)
-        raise EngineError(told + (" Fix: start the server with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out" if status == 404 else ""))
+        if status == 404:
+            raise EngineError(f"{told} Fix: start the server with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out")
+        raise EngineError(memory.told(told, "", memory.phase(path)))
 
     def _gone(self, told: str, path: str) -> EngineLost:
+        told = memory.told(told, "" if self._process is None else self._process.words(), memory.phase(path))
         if path != "/health":  # which is asked before it is there, too
             self._lost = told
         return EngineLost(told)
@@ -260,9 +271,21 @@ class ServerProcess:
         code = self._process.poll()
         if code is None:
             return None
-        lines = [line.strip() for line in Path(self._log.name).read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-        told = [line for line in lines if "Error" in line] or lines
-        return f"its process ended with code {code}: {told[-1] if told else 'it said nothing'}"
+        return f"its process ended with code {code}{memory.killed(code)}: {self.last()}"
+
+    def last(self) -> str:
+        """The last error that it told, or its last line."""
+        lines = [line.strip() for line in self.words().splitlines() if line.strip()]
+        errors = [line for line in lines if "Error: " in line]
+        # The server's own error after that of its engine only points to it.
+        told = [line for line in errors if "See root cause above" not in line] or errors or lines
+        return told[-1][:400] if told else "it said nothing"
+
+    def words(self) -> str:
+        """The end of what it said."""
+        with Path(self._log.name).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _WORDS))
+            return log.read().decode("utf-8", errors="replace")
 
     def stop(self) -> None:
         """End it and its children."""
