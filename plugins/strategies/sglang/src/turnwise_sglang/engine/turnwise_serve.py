@@ -59,11 +59,34 @@ def serve(arguments: dict[str, Any], folder: Path) -> None:
     load_plugins()
     if turnwise_cpu.ON:
         turnwise_cpu.allow_seeds()
+    _let_adapters_go()
     _leave_traces_in(folder)
     try:
         run_server(ServerArgs(**arguments))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _let_adapters_go() -> None:
+    """A request that is aborted while it waits in SGLang's queue lets go of its adapter, as all others do: unloading would wait for it for ever."""
+    import asyncio
+
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    handle = TokenizerManager._handle_abort_req
+
+    def handled(self: Any, aborted: Any) -> None:
+        state = self.rid_to_state.get(aborted.rid)
+        handle(self, aborted)
+        held = getattr(state and state.obj, "lora_id", None)
+        # After these two SGLang does so itself.
+        if held is not None and aborted.rid not in self.rid_to_state and (aborted.finished_reason or {}).get("status_code") not in (500, 503):
+            task = asyncio.ensure_future(self.lora_registry.release(held))
+            releasing.add(task)
+            task.add_done_callback(releasing.discard)
+
+    releasing: set[asyncio.Future[None]] = set()
+    TokenizerManager._handle_abort_req = handled
 
 
 def _leave_traces_in(folder: Path) -> None:
