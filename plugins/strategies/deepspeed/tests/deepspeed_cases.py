@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import random
 import socket
 import subprocess
 import sys
@@ -114,9 +116,11 @@ def run_ranks(job: dict[str, Any], folder: Path, size: int = 2, timeout: float =
     """Start `size` processes of deepspeed_worker.py on `job`; what each of them wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job").write_bytes(pickle.dumps(job))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = ""
+    while not address:  # below the ports that the system hands out: the ranks meet there seconds later
+        port = random.SystemRandom().randrange(21_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            address = f"127.0.0.1:{port}"
     started = []
     for rank in range(size):
         command = [sys.executable, str(WORKER), str(folder), str(rank), str(size), address]
