@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pickle
-import random
-import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +13,7 @@ import torch
 
 from turnwise.contracts.train import LossChoice, Objective, TrainContext
 from turnwise.data.rows import Rows, Update
+from turnwise.testing.ranks import free_ports, run_ranks
 from turnwise_deepspeed.config import DeepspeedConfig
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
@@ -112,27 +108,16 @@ def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
 
 
-def run_ranks(job: dict[str, Any], folder: Path, size: int = 2, timeout: float = 240) -> list[Any]:
-    """Start `size` processes of deepspeed_worker.py on `job`; what each of them wrote."""
+def run_cases(cases: dict[str, Any], folder: Path, size: int = 2) -> list[Any]:
+    """What each of `size` processes of deepspeed_worker.py found in the cases."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "job").write_bytes(pickle.dumps(job))
-    address = ""
-    while not address:  # below the ports that the system hands out: the ranks meet there seconds later
-        port = random.SystemRandom().randrange(21_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            address = f"127.0.0.1:{port}"
-    started = []
-    for rank in range(size):
-        command = [sys.executable, str(WORKER), str(folder), str(rank), str(size), address]
-        with (folder / f"log-{rank}").open("w") as log:
-            started.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"TORCH_EXTENSIONS_DIR": str(folder / "compiled")}))
-    try:
-        codes = [process.wait(timeout) for process in started]
-    finally:
-        for process in started:
-            if process.poll() is None:
-                process.kill()
-    assert codes == [0] * size, "\n".join((folder / f"log-{rank}").read_text()[-3000:] for rank in range(size))
+    (folder / "job").write_bytes(pickle.dumps(cases))
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    compiled = {"TORCH_EXTENSIONS_DIR": str(folder / "compiled")}
+    codes, said = run_ranks(
+        lambda rank: [sys.executable, str(WORKER), str(folder), str(rank), str(size), address], size, folder, environment=compiled
+    )
+    assert codes == [0] * size, said
     return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(size)]
 
 

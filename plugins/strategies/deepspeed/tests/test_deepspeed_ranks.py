@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from deepspeed_cases import COUNTS, FORMS, context, five_updates, furthest, make_picture_rows, make_rows, run_ranks, run_updates, weights_of, zero
+from deepspeed_cases import COUNTS, FORMS, context, five_updates, furthest, make_picture_rows, make_rows, run_cases, run_updates, weights_of, zero
 from transformers import AutoModelForCausalLM
 
 from turnwise.contracts.train import Lora, LossChoice, Objective
@@ -117,7 +117,7 @@ def pair(folders: dict[str, Path], pictures: Path, shared: Path) -> list[dict[st
     shown = [Update(make_picture_rows(pictures, (True, False), i), lr=1e-3) for i in range(2)]
     cases["pictures"] = {"model": pictures, "config": zero(3), "context": {"objective": Objective(LossChoice("vanilla"))}, "updates": shown}
     cases |= {f"loss {name}": losses_case(folder, name) for name in LOSSES}
-    return run_ranks(cases, shared / "pair")
+    return run_cases(cases, shared / "pair")
 
 
 def results_of(pair: list[dict[str, Any]], name: str, what: str = "results") -> list[Any]:
@@ -233,7 +233,7 @@ def test_one_rank_has_the_pictures_and_both_step_the_vision_tower(pair: list[dic
 def test_nothing_is_compiled_and_nothing_said(pair: list[dict[str, Any]], shared: Path) -> None:
     assert not (shared / "pair" / "compiled").exists()
     for rank in range(2):
-        lines = (shared / "pair" / f"log-{rank}").read_text().splitlines()
+        lines = (shared / "pair" / f"said-{rank}.txt").read_text().splitlines()
         assert [line.rpartition(" ")[0] for line in lines] == list(pair[rank])
 
 
@@ -259,7 +259,7 @@ def resumed(pair: list[dict[str, Any]], folder: Path, shared: Path) -> list[dict
         for name, dtype in SAVED.items()
     }
     cases["another stage"] = {"model": folder, "config": zero(2), "load": shared / "state-1", "weights": False}
-    return run_ranks(cases, shared / "resumed")
+    return run_cases(cases, shared / "resumed")
 
 
 @pytest.mark.parametrize("form", SAVED)

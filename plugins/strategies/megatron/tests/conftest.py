@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pickle
-import random
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from turnwise.contracts.train import LossChoice, Objective, TrainContext
 from turnwise.data.rows import Rows, Update
+from turnwise.testing.ranks import free_ports, run_ranks
 
 WORKER = Path(__file__).with_name("megatron_worker.py")
 VOCABULARY = 51
@@ -176,37 +171,14 @@ def plain_training(folder: Path, updates: list[Update]) -> dict[str, Any]:
     return {**out, "after": checkpoint_names({name: p.detach().clone() for name, p in model.state_dict().items()})}
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of loopback where nobody listens, below those that the system hands out: the last of them is used minutes later."""
-    found: set[int] = set()
-    while len(found) < count:
-        port = random.SystemRandom().randrange(21_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.add(port)
-    return list(found)
-
-
-def start_ranks(folder: Path, size: int, cases: Mapping[str, dict[str, Any]], timeout: float = 600) -> list[dict[str, Any]]:
+def start_ranks(folder: Path, size: int, cases: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Run the cases on `size` processes that meet on loopback ports; what each rank told."""
     ports = free_ports(3 * len(cases))  # a group that is left does not meet there again
     given = {name: {**case, "ports": ports[3 * n : 3 * n + 3]} for n, (name, case) in enumerate(cases.items())}
     (folder / "cases.pkl").write_bytes(pickle.dumps(given))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = []
-    for rank in range(size):
-        with (folder / f"said-{rank}.txt").open("w") as said:
-            command = [sys.executable, str(WORKER), str(folder), str(rank), str(size)]
-            ranks.append(subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment))
-    deadline = time.monotonic() + timeout
-    try:
-        while time.monotonic() < deadline and {rank.poll() for rank in ranks} <= {None, 0} and None in {rank.poll() for rank in ranks}:
-            time.sleep(0.05)  # one that failed leaves the others waiting
-        codes = [rank.poll() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert codes == [0] * size, "\n".join((folder / f"said-{rank}.txt").read_text()[-3000:] for rank in range(size))
+    command = [sys.executable, str(WORKER), str(folder)]
+    codes, said = run_ranks(lambda rank: [*command, str(rank), str(size)], size, folder, environment={"OMP_NUM_THREADS": "1"}, timeout=600)
+    assert codes == [0] * size, said
     return [pickle.loads((folder / f"told-{rank}.pkl").read_bytes()) for rank in range(size)]
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from turnwise.data.dealing import deal, gather, merge_results
 from turnwise.errors import CheckpointError
+from turnwise.testing.ranks import run_ranks
 from turnwise_torch import lora
 from turnwise_torch.fixtures import tiny_model, tiny_vision_model
 from turnwise_torch.models import VALUE_HEAD_FILE
@@ -40,8 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> dict[str, list[Any]]:
     """What two ranks found, by case, one after the other; the last thing that they do is to be killed in an update."""
-    started = start(folder, "first")
-    assert [rank.returncode for rank in started] == [-signal.SIGKILL] * 2, told(folder, "first")
+    codes, said = start(folder, "first")
+    assert codes == [-signal.SIGKILL] * 2, said
     return found(folder, "first")
 
 
@@ -56,30 +55,16 @@ def alone(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def resumed(folder: Path, ranks: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """What two new ranks found that went on from the killed ones' state."""
-    started = start(folder, "resumed")
-    assert [rank.returncode for rank in started] == [0, 0], told(folder, "resumed")
+    codes, said = start(folder, "resumed")
+    assert codes == [0, 0], said
     return found(folder, "resumed")
 
 
-def start(folder: Path, phase: str) -> list[subprocess.Popen[bytes]]:
-    quiet = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    started = []
-    for rank in range(2):
-        with (folder / f"{phase}-{rank}.log").open("wb") as log:
-            command = [sys.executable, "-W", "error", str(WORKER), str(rank), str(folder), phase]
-            started.append(subprocess.Popen(command, env=quiet, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        for rank in started:
-            rank.wait(timeout=150)
-    finally:
-        for rank in started:
-            rank.kill()
-            rank.wait()
-    return started
-
-
-def told(folder: Path, phase: str) -> str:
-    return "\n".join((folder / f"{phase}-{rank}.log").read_text()[-3000:] for rank in range(2))
+def start(folder: Path, phase: str) -> tuple[list[int], str]:
+    quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return run_ranks(
+        lambda rank: [sys.executable, "-W", "error", str(WORKER), str(rank), str(folder), phase], 2, folder / f"logs {phase}", environment=quiet
+    )
 
 
 def found(folder: Path, phase: str) -> dict[str, list[Any]]:
