@@ -6,9 +6,6 @@ As a script this file is one of two ranks: `test_invariance.py RANK PORTS MODEL 
 from __future__ import annotations
 
 import itertools
-import os
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -30,6 +27,8 @@ from turnwise.pipeline.aggregation import MODES, UNITS
 from turnwise.pipeline.correction import corrected
 from turnwise.pipeline.updates import updates
 from turnwise.plugins import registry
+from turnwise.ports import free_port
+from turnwise.testing.ranks import run_ranks
 from turnwise.testing.synthetic import batch_of, row_per_turn, trajectories
 from turnwise_torch import models
 from turnwise_torch.config import TorchConfig
@@ -242,28 +241,15 @@ def test_the_strategys_gradient_is_the_objectives(whole_single: dict[str, Tensor
 @pytest.mark.slow
 def test_two_ranks_have_the_gradient_of_one(model: Path, whole_double: dict[str, Tensor], whole_single: dict[str, Tensor], tmp_path: Path) -> None:
     """Rows dealt to two processes: gradients summed by gloo's all-reduce, and those of the strategy on two ranks (FSDP2)."""
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
-        ports = f"{one.getsockname()[1]},{two.getsockname()[1]}"
-    quiet = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, __file__]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), ports, str(model), str(tmp_path / f"{rank}.pt")],
-            env=quiet,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
+    ports = f"{free_port()},{free_port()}"
+    codes, said = run_ranks(
+        lambda rank: [*command, str(rank), ports, str(model), str(tmp_path / f"{rank}.pt")],
+        2,
+        tmp_path,
+        environment={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert codes == [0, 0], said
     for number in range(2):
         summed = torch.load(tmp_path / f"{number}.pt")
         assert_same(summed["double"], whole_double, 1e-10)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.testing import ranks
-from turnwise.testing.ranks import free_ports, run_ranks
+from turnwise.testing.ranks import run_ranks
 
 
 def python(code: str) -> list[str]:
@@ -36,12 +35,3 @@ def test_who_waits_for_a_rank_that_failed_is_ended_soon(tmp_path: Path, monkeypa
 
 def test_none_outlives_the_timeout(tmp_path: Path) -> None:
     assert run_ranks(lambda rank: python("import time; time.sleep(60)"), 2, tmp_path, timeout=0.2)[0] == [-signal.SIGTERM] * 2
-
-
-def test_ports_are_free_and_not_handed_out_by_the_system() -> None:
-    found = free_ports(3)
-    assert len(set(found)) == 3
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in found:
-        assert port < first
-        socket.create_server(("127.0.0.1", port)).close()

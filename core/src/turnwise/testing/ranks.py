@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +12,6 @@ from pathlib import Path
 GRACE_SECONDS = 10.0
 """After one rank failed: how long the others may take to notice it."""
 _TOLD = 3000
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of loopback where nobody listens, below those that the system hands out: they may be used minutes later."""
-    found: set[int] = set()
-    while len(found) < count:
-        port = random.SystemRandom().randrange(21_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.add(port)
-    return list(found)
 
 
 def run_ranks(

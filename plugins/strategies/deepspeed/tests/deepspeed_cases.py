@@ -13,7 +13,8 @@ import torch
 
 from turnwise.contracts.train import LossChoice, Objective, TrainContext
 from turnwise.data.rows import Rows, Update
-from turnwise.testing.ranks import free_ports, run_ranks
+from turnwise.ports import free_port
+from turnwise.testing.ranks import run_ranks
 from turnwise_deepspeed.config import DeepspeedConfig
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
@@ -112,7 +113,7 @@ def run_cases(cases: dict[str, Any], folder: Path, size: int = 2) -> list[Any]:
     """What each of `size` processes of deepspeed_worker.py found in the cases."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job").write_bytes(pickle.dumps(cases))
-    address = f"127.0.0.1:{free_ports(1)[0]}"
+    address = f"127.0.0.1:{free_port()}"
     compiled = {"TORCH_EXTENSIONS_DIR": str(folder / "compiled")}
     codes, said = run_ranks(
         lambda rank: [sys.executable, str(WORKER), str(folder), str(rank), str(size), address], size, folder, environment=compiled

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from turnwise.contracts.train import LossChoice, Objective, TrainContext
 from turnwise.data.rows import Rows, Update
-from turnwise.testing.ranks import free_ports, run_ranks
+from turnwise.ports import free_port
+from turnwise.testing.ranks import run_ranks
 
 WORKER = Path(__file__).with_name("megatron_worker.py")
 VOCABULARY = 51
@@ -173,7 +174,7 @@ def plain_training(folder: Path, updates: list[Update]) -> dict[str, Any]:
 
 def start_ranks(folder: Path, size: int, cases: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Run the cases on `size` processes that meet on loopback ports; what each rank told."""
-    ports = free_ports(3 * len(cases))  # a group that is left does not meet there again
+    ports = [free_port() for _ in range(3 * len(cases))]  # a group that is left does not meet there again
     given = {name: {**case, "ports": ports[3 * n : 3 * n + 3]} for n, (name, case) in enumerate(cases.items())}
     (folder / "cases.pkl").write_bytes(pickle.dumps(given))
     command = [sys.executable, str(WORKER), str(folder)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from turnwise_sglang.server import free_port
+from turnwise.ports import free_port
 
 pytestmark = [pytest.mark.engines, pytest.mark.matrix]
 

@@ -25,7 +25,7 @@ from turnwise.data.rows import Rows, Update, UpdateResult
 from turnwise.errors import CheckpointError, TrainerError
 from turnwise.pipeline.aggregation import MODES, token_coefficients
 from turnwise.plugins import registry
-from turnwise.testing.ranks import free_ports
+from turnwise.ports import free_port
 from turnwise.testing.synthetic import training_rows
 from turnwise_torch import lora
 from turnwise_torch.broadcast import Member
@@ -175,7 +175,7 @@ class Rank:
         self.meetings += 1
         place = self.folder / f"meeting {self.meetings} {os.environ['PHASE']}"
         if self.rank == 0:
-            place.with_suffix(".new").write_text(f"127.0.0.1:{free_ports(1)[0]}")
+            place.with_suffix(".new").write_text(f"127.0.0.1:{free_port()}")
             place.with_suffix(".new").rename(place)
         while not place.exists():
             threading.Event().wait(0.01)

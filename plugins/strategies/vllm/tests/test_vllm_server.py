@@ -171,8 +171,8 @@ def test_a_connection_that_breaks_off_fails_its_request_alone(runner: asyncio.Ru
 
 
 def test_an_address_where_nobody_answers_is_told_at_once(runner: asyncio.Runner, attached: Any) -> None:
+    from turnwise.ports import free_port
     from turnwise_vllm.backend import VllmBackend
-    from turnwise_vllm.server import free_port
 
     backend = VllmBackend(evolve(attached._config, base_url=f"http://127.0.0.1:{free_port()}"), attached._context)
     with pytest.raises(EngineError, match=r"does not answer. Fix: start it, correct base_url"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from turnwise.data.dealing import deal, gather, merge_results
 from turnwise.data.rows import Rows, Update
 from turnwise.errors import MachineError, TrainerError, TurnwiseError
 from turnwise.plugins import registry
+from turnwise.ports import free_port
 from turnwise_ray.actors import WATCH_SECONDS, Answer, Home, Process, death, packed, process, result, unpacked
 from turnwise_ray.cluster import Cluster, Seat
 
@@ -33,9 +33,7 @@ class TrainRank(Process):
     def meet(self) -> tuple[str, str, int]:
         """(node id, node address, a free port on it): where the ranks may meet."""
         node, address = self.node()
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return node, address, int(free.getsockname()[1])
+        return node, address, free_port("")
 
     def start(self, home: Home, plan: bytes, ranks: Ranks, devices: tuple[int, ...]) -> Answer:
         """Build the strategy; answers (transports, data_parallel)."""

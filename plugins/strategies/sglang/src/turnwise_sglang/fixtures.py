@@ -25,9 +25,10 @@ from turnwise.contracts.chat import Chat, ModelSourceContext
 from turnwise.contracts.inference import InferenceContext
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import float32
+from turnwise.ports import free_port
 from turnwise_sglang.arguments import environment, machine_problem, server_arguments
 from turnwise_sglang.config import SglangConfig
-from turnwise_sglang.server import Server, free_port
+from turnwise_sglang.server import Server
 from turnwise_torch.models import load_causal_lm
 
 PYTHON = "TURNWISE_SGLANG_PYTHON"

@@ -12,11 +12,12 @@ from attrs import define
 
 from turnwise.contracts.inference import InferenceContext
 from turnwise.errors import ConfigError, EngineError, EngineLost
+from turnwise.ports import free_port
 from turnwise_sglang import lora, memory, weights
 from turnwise_sglang.api import Api, Gone
 from turnwise_sglang.arguments import DTYPES, SPARE, device, environment, interpreter, server_arguments
 from turnwise_sglang.config import SglangConfig
-from turnwise_sglang.server import Server, free_port
+from turnwise_sglang.server import Server
 
 GRACE = 10.0
 """Seconds in which a server that broke a connection is expected to end; one that lives on and answers is not replaced."""

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -106,11 +105,3 @@ class Server:
         for path in _MEMORY.glob(f"sglang_loads_{self._folder.name}_*"):  # so named by the launcher
             path.unlink(missing_ok=True)
         shutil.rmtree(self._folder if not keep_log else self._folder / "tmp", ignore_errors=True)
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

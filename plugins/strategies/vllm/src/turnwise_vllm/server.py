@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from urllib.parse import urlencode
 
 from turnwise.contracts.inference import InferenceContext
 from turnwise.errors import ConfigError, EngineError, EngineLost
+from turnwise.ports import free_port
 from turnwise_vllm import adapters, memory
 from turnwise_vllm.arguments import DTYPES, EXTENSION, TRANSFER, cpu_build, engine_arguments, environment
 from turnwise_vllm.config import VllmConfig
@@ -312,13 +312,6 @@ def server_command(arguments: Mapping[str, Any], port: int) -> list[str]:
         elif value is not None:
             command += [option, str(value)]
     return command
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _span(span: Any) -> tuple[str, int, int]:
