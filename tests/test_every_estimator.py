@@ -106,7 +106,7 @@ def test_all_estimators_are_here() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(played=groups(), cuts=st.randoms(use_true_random=False), normalization=normalizations)
 def test_advantages_are_the_same_whatever_the_rows(name: str, played: list[Played], cuts: Any, normalization: Any) -> None:
     estimator = build(name, normalization)
@@ -117,7 +117,7 @@ def test_advantages_are_the_same_whatever_the_rows(name: str, played: list[Playe
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(played=groups(), random=st.randoms(use_true_random=False), normalization=normalizations)
 def test_renumbering_the_groups_permutes_the_advantages(name: str, played: list[Played], random: Any, normalization: Any) -> None:
     numbers = sorted({p.group for p in played})
@@ -132,7 +132,7 @@ def test_renumbering_the_groups_permutes_the_advantages(name: str, played: list[
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(played=groups())
 def test_a_group_s_advantages_are_its_own_business(name: str, played: list[Played]) -> None:
     """With statistics by group, what other groups did, or whether they are there, changes nothing."""
@@ -145,7 +145,7 @@ def test_a_group_s_advantages_are_its_own_business(name: str, played: list[Playe
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(played=groups(), random=st.randoms(use_true_random=False), normalization=normalizations)
 def test_what_a_filter_dropped_is_as_if_it_had_never_been(name: str, played: list[Played], random: Any, normalization: Any) -> None:
     estimator = build(name, normalization)

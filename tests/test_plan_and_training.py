@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 from click.testing import CliRunner
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from turnwise.cli.main import main
@@ -74,7 +74,7 @@ def assert_agrees(plan: dict[str, Any], steps: list[dict[str, float]], who: str,
     assert plan["warmup_updates"] == [warmup * low, warmup * high]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(
     stepwise=st.booleans(),
     turns=st.integers(1, 4),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.errors import ConfigError
@@ -75,7 +75,6 @@ def slow_objective(mode: str, unit: str, rows: list[list[float]], trajectory: li
     return sum(sums) / (scale * sum(unit_weights))
 
 
-@settings(deadline=None)
 @given(
     data=st.data(),
     rows=st.lists(st.lists(st.floats(-5, 5), max_size=4), min_size=1, max_size=6),
@@ -94,7 +93,6 @@ def test_equals_the_definition_with_copies_and_in_any_order(data: st.DataObject,
     assert got == pytest.approx(slow_objective(mode, unit, losses, trajectory, ids, weights, 8), rel=1e-9, abs=1e-9)
 
 
-@settings(deadline=None)
 @given(data=st.data(), mode=st.sampled_from(MODES), unit=st.sampled_from(UNITS))
 def test_merging_a_trajectorys_rows_keeps_the_objective(data: st.DataObject, mode: str, unit: str) -> None:
     if unit == "sample":

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.data import Sample, Table, Trajectory, Turn, build_batch
@@ -107,7 +107,6 @@ def slow_places(rewards: list[float], counts: list[int]) -> list[float]:
     return out
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 3)), max_size=5), max_size=5), st.randoms(use_true_random=False))
 def test_placement_equals_the_loop_whatever_the_rows_and_loses_no_reward(played: list[list[tuple[int, int]]], random: Any) -> None:
     trajectories = [trajectory(0, i, [float(r) for r, _ in turns]) for i, turns in enumerate(played)]
@@ -128,7 +127,6 @@ def test_placement_equals_the_loop_whatever_the_rows_and_loses_no_reward(played:
             assert batch.tokens["token_level_rewards"][batch.tokens["trajectory"] == i].sum() == sum(r for r, _ in turns)
 
 
-@settings(deadline=None)
 @given(st.permutations(range(6)))
 def test_the_order_in_which_trajectories_arrive_does_not_matter(order: list[int]) -> None:
     played = [(trajectory(i // 2, i % 2, [float(i), 1.0]), [sample([-1, 0]), sample([-1, 1, -1])]) for i in range(6)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.config import load
@@ -33,7 +33,7 @@ VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=2) | st.dic
 BAD = ["=1", "a.=1", ".a=1", "a..b=1", "[0]=1", "a[=1", "max_steps=${", "max_steps={", "seed=!!x 1", "custom_envs=[]", "${a}=1"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
 def test_any_value_anywhere_is_accepted_or_reported(base_yaml: str, tmp_path: Path, fake_registry: Registry, changes: dict[str, Any]) -> None:
     data = yaml.safe_load(base_yaml)

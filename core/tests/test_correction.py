@@ -79,7 +79,7 @@ def test_the_weight_is_the_clipped_ratio_at_its_level(level: Any, low: float | N
     assert keep.all()
 
 
-@examples(max_examples=40, deadline=None)
+@examples(max_examples=40)
 @given(
     level=st.sampled_from(LEVELS),
     seed=st.integers(0, 9),

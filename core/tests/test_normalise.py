@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.data import Batch, Sample, Trajectory, Turn, build_batch
@@ -165,7 +165,6 @@ def slow_normalise(values: list[float], labels: list[int], method: str) -> list[
     return out
 
 
-@settings(deadline=None)
 @given(
     members=st.lists(st.tuples(st.integers(0, 3), st.lists(st.sampled_from([0.0, 0.5, -1.0, 2.0, 0.1]), max_size=4)), min_size=1, max_size=12),
     method=st.sampled_from(["mean", "mean_std"]),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import evolve, frozen
-from hypothesis import HealthCheck, assume, given
+from hypothesis import assume, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
@@ -247,7 +247,7 @@ def lengths_of(turns: list[int]) -> list[Trajectory]:
     return [played(3 * i, 0, n) for i, n in enumerate(turns)]
 
 
-@examples(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(max_examples=40)
 @given(data=st.data(), stepwise=st.booleans(), epochs=st.integers(1, 3), micro=st.integers(1, 3), accumulation=st.integers(1, 4))
 def test_every_installed_policy_makes_as_many_updates_as_the_plan_says(
     data: st.DataObject, stepwise: bool, epochs: int, micro: int, accumulation: int

@@ -139,7 +139,7 @@ def test_info_at_reset_holds_the_state_the_actions_and_the_legend() -> None:
 
 @pytest.mark.parametrize("observation", ["grid", "relative", "both"])
 @pytest.mark.parametrize("is_slippery", [False, True])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**63), actions=st.lists(st.one_of(st.sampled_from(ACTIONS), st.text(max_size=8)), max_size=20))
 def test_any_text_is_answered_and_the_same_seed_and_actions_give_the_same_episode(
     observation: str, is_slippery: bool, seed: int, actions: list[str]

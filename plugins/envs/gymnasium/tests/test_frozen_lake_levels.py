@@ -28,7 +28,7 @@ def reachable_by_flooding(rows: list[str]) -> bool:
     return bool(marked[grid == "G"].all())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 2**64), st.integers(3, 7), st.sampled_from([0.6, 0.8, 1.0]), st.booleans())
 def test_every_level_is_solvable_with_one_start_and_one_other_goal(seed: int, size: int, p: float, random_start_goal: bool) -> None:
     level = make_level(seed, size, p, random_start_goal, "all")

@@ -157,7 +157,7 @@ def test_keys_of_discrete_values() -> None:
     assert hash(key_of(one)) != hash(key_of(other))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**63), st.lists(st.one_of(st.sampled_from(["0", "1"]), st.text(max_size=6)), max_size=15))
 def test_any_text_is_answered_the_same_way_twice(seed: int, actions: list[str]) -> None:
     env = GymnasiumBridge("Blackjack-v1")

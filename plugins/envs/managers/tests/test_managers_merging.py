@@ -315,7 +315,7 @@ def slow_reference(played: Trajectory) -> list[list[tuple[int, bool, int, float,
     return rows
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32 - 1), st.booleans())
 def test_random_drift_merges_as_the_slow_reference_does(seed: int, narrow: bool) -> None:
     for played in drifting(seed, members=2):

@@ -60,7 +60,7 @@ def check_images(trajectory: Trajectory, sampler: ScriptedSampler) -> None:
     assert len(set(contents)) == len(contents)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(plays, limits_of)
 def test_trajectory_rows_are_prefix_chains_of_what_was_sent_and_sampled(script: list[tuple[Any, str]], limits: Limits) -> None:
     manager = TrajectoryManager(TrajectoryConfig(), ManagerContext())
@@ -77,7 +77,7 @@ def test_trajectory_rows_are_prefix_chains_of_what_was_sent_and_sampled(script: 
         assert rows[0].input_ids.tolist() == chain[-1]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(plays, limits_of, st.one_of(st.none(), st.integers(0, 3)))
 def test_stepwise_rows_never_exceed_prompt_limit_plus_new_tokens(script: list[tuple[Any, str]], limits: Limits, length: int | None) -> None:
     manager = StepwiseManager(StepwiseConfig(history_length=length), ManagerContext())

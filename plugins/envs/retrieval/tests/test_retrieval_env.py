@@ -80,7 +80,7 @@ def slow_search(corpus: Corpus, query: str, count: int) -> list[int]:
     return [i for i in order if score[i] > 0][:count]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.data())
 def test_search_ranks_as_a_slow_reference_does(data: Any) -> None:
     corpus = make_corpus(3, 30, 100, 100)

@@ -162,7 +162,7 @@ def test_info_at_reset() -> None:
     assert "Push every box onto a target" in info["env_instruction"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**63),
     limit=st.integers(1, 3),
@@ -183,7 +183,7 @@ def test_any_text_is_answered_and_the_same_seed_and_actions_give_the_same_episod
     assert play(env(), actions, seed) == first
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 5000), st.lists(st.sampled_from(ACTIONS), max_size=40))
 def test_boxes_player_and_walls_are_conserved(seed: int, actions: list[str]) -> None:
     env = Sokoban(dim_room=(7, 7), num_boxes=2, step_penalty=0)

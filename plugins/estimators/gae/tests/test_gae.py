@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.contracts.estimator import EstimatorContext
@@ -103,7 +103,6 @@ numbers = st.sampled_from([0.0, 1.0, -0.5, 0.25])
 turns = st.lists(st.tuples(numbers, st.lists(numbers, max_size=3)), max_size=4)
 
 
-@settings(deadline=None)
 @given(played=st.lists(turns, max_size=4), gamma=st.sampled_from([1.0, 0.9, 0.0]), lambd=st.sampled_from([1.0, 0.95, 0.0]))
 def test_equals_the_definition_computed_by_loops(played: list[Turns], gamma: float, lambd: float) -> None:
     batch = to_batch(played)

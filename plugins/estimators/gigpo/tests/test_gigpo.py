@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import frozen
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.contracts.estimator import EstimatorContext
@@ -240,7 +240,6 @@ def slow_clusters(texts: list[str], threshold: float) -> list[int]:
 words = st.text("abc", max_size=5)
 
 
-@settings(deadline=None)
 @given(texts=st.lists(words, max_size=12), threshold=st.sampled_from([0.3, 0.6, 0.8, 1.0]), group=st.randoms(use_true_random=False))
 def test_clusters_are_those_of_the_definition(texts: list[str], threshold: float, group: Any) -> None:
     groups = sorted(group.randrange(2) for _ in texts)
@@ -280,7 +279,6 @@ turn = st.tuples(st.sampled_from(["a", "b", 1, 1.0, True]), st.sampled_from([0.0
 several = st.lists(st.lists(st.lists(turn, max_size=5).map(tuple), min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-@settings(deadline=None)
 @given(
     played=several.map(lambda gs: [Played(g, turns) for g, members in enumerate(gs) for turns in members]),
     gamma=st.sampled_from([0.95, 1.0, 0.0]),

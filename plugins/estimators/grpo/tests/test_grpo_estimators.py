@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import frozen
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.contracts.estimator import EstimatorContext
@@ -208,7 +208,6 @@ def options_for(name: str, gamma: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None)
 @given(played=groups, cuts=st.randoms(use_true_random=False), normalize=normalization, gamma=st.sampled_from([1.0, 0.9]))
 def test_advantages_are_the_same_whatever_the_rows(name: str, played: list[Played], cuts: Any, normalize: Any, gamma: float) -> None:
     estimator = build(name, reward_normalization=normalize, **options_for(name, gamma))
@@ -225,7 +224,6 @@ def test_advantages_are_the_same_whatever_the_rows(name: str, played: list[Playe
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None)
 @given(played=groups, random=st.randoms(use_true_random=False))
 def test_renumbering_the_groups_permutes_the_advantages(name: str, played: list[Played], random: Any) -> None:
     order = sorted({p.group for p in played})
@@ -267,7 +265,6 @@ def slow(name: str, played: list[Played], gamma: float) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None)
 @given(played=groups, gamma=st.sampled_from([1.0, 0.9, 0.0]))
 def test_equals_the_definition_computed_by_loops(name: str, played: list[Played], gamma: float) -> None:
     batch = to_batch(played)

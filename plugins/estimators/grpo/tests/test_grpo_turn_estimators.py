@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.contracts.estimator import EstimatorContext
@@ -141,7 +141,6 @@ several = st.lists(st.lists(turns, min_size=1, max_size=3), min_size=1, max_size
 gammas = st.sampled_from([1.0, 0.9, 0.0])
 
 
-@settings(deadline=None)
 @given(groups=several, gamma=gammas, stepwise=st.booleans())
 def test_step_reinforce_equals_its_definition(groups: list[list[Turns]], gamma: float, stepwise: bool) -> None:
     batch = to_batch(groups, stepwise)
@@ -156,7 +155,6 @@ def test_step_reinforce_equals_its_definition(groups: list[list[Turns]], gamma: 
     )
 
 
-@settings(deadline=None)
 @given(groups=several, gamma=gammas, stepwise=st.booleans())
 def test_agentic_reinforce_equals_its_definition(groups: list[list[Turns]], gamma: float, stepwise: bool) -> None:
     batch = to_batch(groups, stepwise)

@@ -183,7 +183,7 @@ def test_losses_with_a_constant_ratio_follow_the_level_that_was_chosen() -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_the_order_and_the_cutting_of_rows_change_no_tokens_loss_or_gradient(name: str, data: st.DataObject) -> None:
     """Rows in any order, and any part of them alone (a micro-batch), give the same."""
@@ -217,7 +217,7 @@ def test_the_order_and_the_cutting_of_rows_change_no_tokens_loss_or_gradient(nam
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     tokens=st.lists(
         st.tuples(st.floats(-80, 0, width=32), st.floats(-80, 0, width=32), st.sampled_from([-1e4, -1.0, -1e-8, 0.0, 1e-8, 1.0, 1e4])),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.data.trajectory import int32
@@ -53,7 +53,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(first=TEXT, response=TEXT, second=TEXT, third=TEXT)
 def test_extended_turns_are_the_whole_conversation(chats: dict[str, HfChat], name: str, first: str, response: str, second: str, third: str) -> None:
     chat = chats[name]
