@@ -1,6 +1,6 @@
 """The same FrozenLake YAML through every pair of sampler and trainer that one machine without a GPU can run, by changing names only.
 
-    python benchmarks/matrix.py [--steps 60] [--only vllm deepspeed …] [--write]
+    python benchmarks/matrix.py [--steps 100] [--only vllm deepspeed …] [--write]
 
 A run that the same code finished in the work folder is not run again. `--write` puts the table under benchmarks/results/matrix.md and into
 docs/engines.md.
@@ -129,7 +129,7 @@ def table(results: dict[tuple[str, str, str], dict[str, float | str]], steps: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--only", nargs="+", default=[], help="run combinations that name all of these")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "matrix")
     parser.add_argument("--write", action="store_true")
