@@ -16,7 +16,7 @@ from turnwise.config.schema import Choice
 from turnwise.contracts.env_manager import Limits, ManagerContext
 from turnwise.errors import EngineError, EnvironmentFailure
 from turnwise.pipeline.assembly import EnvironmentBuilder, ManagerBuilder
-from turnwise.rollout import EpisodeSpec, RolloutResult, RolloutSettings, Scheduler, TagPlan
+from turnwise.rollout import EpisodeSpec, RolloutResult, RolloutSettings, Scheduler, TagPlan, WorkerLost
 from turnwise.testing.fake_model import FakeChat
 from turnwise.testing.fakes import FakeEnvManager
 from turnwise_ray.actors import result
@@ -146,6 +146,22 @@ def test_a_worker_that_answers_no_more_is_replaced_and_its_episodes_are_played_e
     place(work, env_workers=2, env_worker_timeout=4)
     told = next(r.getMessage() for r in caplog.records if "is started again" in r.getMessage())
     assert told.startswith("env_worker.") and " died: it answered nothing for env_worker_timeout = 4 s" in told
+
+
+def test_a_worker_past_max_restarts_is_not_started_for_an_episode_that_waited_for_it(place: Any, trainer: Any, sampler: Any) -> None:
+    async def work(runtime: Any) -> None:
+        backend = await prepared(runtime, trainer, sampler)
+        stage = runtime.stage([plan()], SETTINGS, FakeChat(), backend)
+        worker = runtime._workers.all[0]
+        async with worker.starting:
+            waiting = asyncio.ensure_future(stage.play(EpisodeSpec("Count", 0, 0, 0, seed=1), lambda error: None))
+            await asyncio.sleep(0)
+            worker.gone = True
+        with pytest.raises(WorkerLost, match=r"env_worker\.0 died more than max_restarts"):
+            await asyncio.wait_for(waiting, 30)
+        assert worker.actor is None
+
+    place(work, env_workers=1)
 
 
 def test_a_worker_that_comes_up_when_no_engine_ever_will_ends_its_episodes_with_the_cause(place: Any, trainer: Any, sampler: Any) -> None:

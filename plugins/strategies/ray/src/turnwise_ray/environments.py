@@ -145,8 +145,10 @@ class Workers:
         return min(alive, key=lambda worker: (worker.load, worker.number))
 
     async def ready(self, worker: _Worker, number: int, stage: bytes) -> Any:
-        """The actor of a worker, started if need be, with the stage opened in it."""
+        """The actor of a worker, started if need be, with the stage opened in it. Raises WorkerLost where it is not started again."""
         async with worker.starting:
+            if worker.gone:  # since this episode chose it
+                raise WorkerLost(f"{_name(worker)} died more than max_restarts: {self.config.max_restarts} times", counts=False)
             if worker.actor is None:
                 await self._start(worker)
             if number not in worker.open:
