@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -145,19 +146,15 @@ class Mortal(FakeBackend):
 
 
 class Losing(FakeBackend):
-    """A sampler whose engine ends once in the method that the file LOST_ENGINE names; its process goes on, and tells it of every call."""
+    """A sampler whose engine ends once in a method, where there is a file LOSE_ with its name; its process goes on, and tells it of every call."""
 
     def __init__(self, config: FakeBackendConfig, context: InferenceContext) -> None:
         super().__init__(config, context)
         self._gone = False
 
     def _perhaps(self, method: str) -> None:
-        note = Path("LOST_ENGINE")
-        if note.is_file() and note.read_text() == method:
-            try:
-                note.rename(f"lost_by_{os.getpid()}")
-            except FileNotFoundError:  # another engine was faster
-                return
+        with contextlib.suppress(FileNotFoundError):  # no engine is to end, or another one was faster
+            Path(f"LOSE_{method}").rename(f"lost_by_{os.getpid()}")
             self._gone = True
         if self._gone:
             raise EngineLost("the engine ran out of steam. Fix: more coal")

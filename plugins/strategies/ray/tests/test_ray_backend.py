@@ -122,8 +122,7 @@ def test_engines_that_die_too_often_end_the_requests_with_the_cause(place: Any, 
 
 def lose(method: str) -> None:
     """An engine of the backend `losing` ends at its next call of `method`."""
-    Path("making").write_text(method)
-    Path("making").rename("LOST_ENGINE")
+    Path(f"LOSE_{method}").touch()
 
 
 def test_an_engine_that_tells_its_end_is_closed_replaced_and_its_requests_are_answered(
