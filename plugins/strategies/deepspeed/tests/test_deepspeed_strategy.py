@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from deepspeed_cases import FORMS, context, five_updates, furthest, make_picture
 
 from turnwise.contracts.train import Lora, LossChoice, Objective
 from turnwise.data.rows import Update
-from turnwise.errors import CheckpointError, ConfigError, OutOfMemory, TrainerError
+from turnwise.errors import CheckpointError, ConfigError, MachineError, OutOfMemory, TrainerError
+from turnwise_deepspeed import compiled
 from turnwise_torch.fixtures import tiny_model, tiny_vision_model
 from turnwise_torch.models import load_causal_lm
 from turnwise_torch.strategy import TorchStrategy
@@ -252,14 +255,43 @@ def test_what_check_finds_is_refused_when_it_is_built(build: Build) -> None:
 
 
 @pytest.mark.matrix
-def test_deepspeed_s_own_cpu_optimizer_steps_as_torch_s(build: Build, plain: Callable[..., Any]) -> None:
-    """Compiles a C++ extension."""
+def test_deepspeed_s_own_cpu_optimizer_steps_as_torch_s(
+    build: Build, plain: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiles a C++ extension, where a build was killed before."""
+    leave_a_lock(tmp_path, monkeypatch)
     expected, weights = plain()
     strategy = build(evolve(zero(3, "optimizer"), zero_force_ds_cpu_optimizer=True))
     assert type(strategy.engine.basic_optimizer).__name__ == "DeepSpeedCPUAdam"
     for one, other in zip(run_updates(strategy), expected, strict=True):
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
     assert furthest(weights_of(strategy), weights) <= 1e-4
+
+
+def leave_a_lock(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a build in `root` that was killed leaves behind."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(root))
+    with compiled.building_alone("cpu_adam"):
+        lock = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "cpu_adam" / "lock"
+        lock.touch()
+    return lock
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_build_waits_for_no_build_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    lock = leave_a_lock(tmp_path, monkeypatch)
+    assert lock.is_file()
+
+    def load(builder: Any, verbose: bool) -> None:
+        assert not lock.exists()
+        assert Path(os.environ["TORCH_EXTENSIONS_DIR"]) == lock.parent.parent
+        if fails:
+            raise RuntimeError("no compiler\nand more")
+
+    monkeypatch.setattr(deepspeed.ops.op_builder.CPUAdamBuilder, "load", load)
+    with pytest.raises(MachineError, match=r"cannot be compiled: no compiler\. Fix: .*zero_force_ds_cpu_optimizer") if fails else nullcontext():
+        compiled.prepare_cpu_adam()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path)
 
 
 def test_the_conformance_kit_passes_without_a_skip() -> None:

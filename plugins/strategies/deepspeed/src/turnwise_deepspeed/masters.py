@@ -33,6 +33,9 @@ def build_optimizer(deepspeed: Any, model: nn.Module, config: DeepspeedConfig, w
     groups = [group for group in groups if group["params"]]
     betas = (config.betas[0], config.betas[1])
     if config.zero_force_ds_cpu_optimizer:
+        from turnwise_deepspeed.compiled import prepare_cpu_adam
+
+        prepare_cpu_adam()
         return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=0.0, betas=betas, eps=config.eps, adamw_mode=True)
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.eps)
 
