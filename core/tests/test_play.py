@@ -19,7 +19,6 @@ from turnwise.contracts.inference import GeneratingArgs, InferenceContext
 from turnwise.contracts.train import Lora
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.pipeline import assembly, checkpoint, play
-from turnwise.plugins import Registry
 from turnwise.testing.fake_model import initial_weights, save_model
 from turnwise.testing.fakes import FakeBackend
 
@@ -217,28 +216,18 @@ def test_limits_of_a_tag_follow_from_the_sampling(config: RunConfig) -> None:
     assert assembly.planned_episodes(EnvManagerConfig(3, 2, ("A", "B"), (2, 1))) == {"A": 4, "B": 2}
 
 
-@pytest.mark.parametrize(("missing", "here", "devices"), [(False, True, (3,)), (False, False, ()), (True, False, (3,))])
+@pytest.mark.parametrize(("here", "devices"), [(True, (3,)), (False, ())])
 def test_devices_that_a_runtime_has_elsewhere_are_not_the_engines_here(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch, missing: bool, here: bool, devices: tuple[int, ...]
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, here: bool, devices: tuple[int, ...]
 ) -> None:
-    """The engine of an evaluation is built in this process; a runtime that is not installed cannot be asked."""
+    """The engine of an evaluation is built in this process, also where the runtime is not installed."""
     seen: list[tuple[int, ...]] = []
 
     def build(self: FakeBackend, own: Any, context: Any, init: Any = FakeBackend.__init__) -> None:
         seen.append(context.devices)
         init(self, own, context)
 
-    class Placed:
-        @staticmethod
-        def counts_devices(config: Any) -> bool:
-            return here
-
-    find = Registry.find
-
-    def found(self: Registry, kind: str, name: str) -> Any:
-        return SimpleNamespace(missing=("ray",) if missing else (), target=lambda: Placed) if kind == "runtime" else find(self, kind, name)
-
-    monkeypatch.setattr(Registry, "find", found)
     monkeypatch.setattr(FakeBackend, "__init__", build)
-    run(evolve(config, actor_infer=evolve(config.actor_infer, device_mapping=(3,))))
+    runtime = Choice("not_installed", config=SimpleNamespace(counts_devices=here))
+    run(evolve(config, runtime=runtime, actor_infer=evolve(config.actor_infer, device_mapping=(3,))))
     assert seen == [devices]

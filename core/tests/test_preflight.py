@@ -351,23 +351,28 @@ def test_every_implementation_that_the_run_names_is_looked_at(toy: Toy) -> None:
 
 def test_devices_of_a_runtime_that_has_its_own_are_not_counted_here(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = """
+from attrs import frozen
 from turnwise.testing.fakes import FakeRuntime
+
+@frozen
+class Cluster:
+    counts_devices = False
 
 class Elsewhere(FakeRuntime):
     one_process = False
 
-    @staticmethod
-    def counts_devices(config):
-        return False
-
 @turnwise.hookimpl
 def runtimes():
-    return [Implementation("elsewhere", Elsewhere)]
+    return [
+        Implementation("elsewhere", Elsewhere, config=Cluster),
+        Implementation("lacking", "nowhere:Runtime", config=Cluster, requires=("nowhere",)),
+    ]
 """
     monkeypatch.setattr(module, "visible_gpus", lambda: 0)
     path = toy(plugins=plugin(tmp_path, runtime))
     mapping = ["actor_train.device_mapping=[0, 1]", "actor_infer.device_mapping=[2]"]
     assert found(path, "runtime=elsewhere", *mapping).machine == []
+    assert "GPU" not in only(found(path, "runtime=lacking", *mapping).machine)  # what is not installed is told, and nothing of GPUs
     assert found(path, *mapping).machine == [
         "actor_train: device_mapping needs 2 GPUs, found 0",
         "actor_infer: device_mapping needs 3 GPUs, found 0",
@@ -425,12 +430,12 @@ class Pairs:
             raise ValueError(f"{{world}} devices are not pairs")
         return world // 2
 
+@frozen
+class Cluster:
+    least_devices = {gpus}
+
 class Giving(FakeRuntime):
     one_process = False
-
-    @staticmethod
-    def least_devices(config):
-        return {gpus}
 
 @turnwise.hookimpl
 def inference_backends():
@@ -438,7 +443,7 @@ def inference_backends():
 
 @turnwise.hookimpl
 def runtimes():
-    return [Implementation("giving", Giving)]
+    return [Implementation("giving", Giving, config=Cluster)]
 """
     monkeypatch.setattr(module, "visible_gpus", lambda: 8)
     paired = f"actor_infer.strategy_args={{strategy_name: paired, strategy_config: {{base_url: '{attached}'}}}}"
@@ -478,18 +483,19 @@ def train_strategies():
 
 def test_a_runtime_may_need_gpus_for_roles_without_device_mapping(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = """
+from attrs import frozen
 from turnwise.testing.fakes import FakeRuntime
+
+@frozen
+class Cluster:
+    least_devices = 1
 
 class OnGpus(FakeRuntime):
     one_process = False
 
-    @staticmethod
-    def least_devices(config):
-        return 1
-
 @turnwise.hookimpl
 def runtimes():
-    return [Implementation("on_gpus", OnGpus)]
+    return [Implementation("on_gpus", OnGpus, config=Cluster)]
 """
     path = toy(plugins=plugin(tmp_path, runtime))
     monkeypatch.setattr(module, "visible_gpus", lambda: 0)
@@ -502,7 +508,12 @@ def runtimes():
 def test_an_engine_that_cannot_sleep_is_refused_on_devices_that_it_shares(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the run would end at the first update, after its first rollout."""
     awake = """
+from attrs import frozen
 from turnwise.testing.fakes import FakeBackend, FakeRuntime
+
+@frozen
+class Numbers:
+    counts_devices = False
 
 class Sleepless(FakeBackend):
     @staticmethod
@@ -512,17 +523,13 @@ class Sleepless(FakeBackend):
 class Processes(FakeRuntime):
     one_process = False
 
-    @staticmethod
-    def counts_devices(config):
-        return False
-
 @turnwise.hookimpl
 def inference_backends():
     return [Implementation("sleepless", Sleepless)]
 
 @turnwise.hookimpl
 def runtimes():
-    return [Implementation("processes", Processes)]
+    return [Implementation("processes", Processes, config=Numbers)]
 """
     monkeypatch.setattr(module, "visible_gpus", lambda: 8)
     path = toy(plugins=plugin(tmp_path, awake))

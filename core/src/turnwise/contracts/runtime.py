@@ -55,8 +55,9 @@ class Handle(Protocol):
 class Runtime(Protocol):
     """Built as `Runtime(config, context)`.
 
-    Optional static `counts_devices(config) -> bool`: False where the GPUs of this machine say nothing of those that `device_mapping` names.
-    Optional static `least_devices(config) -> int`: GPUs of this machine that a role without `device_mapping` gets; without it none are looked for.
+    Optional on its config class, which is asked where the runtime itself is not installed, too: `counts_devices: bool`, False where the GPUs
+    of this machine say nothing of those that `device_mapping` names, and `least_devices: int`, GPUs of this machine that a role without
+    `device_mapping` gets (without it none are looked for).
     Optional `stage(plans, settings, chat, backend) -> Stage | None`: workers in which episodes are played (turnwise.rollout.stage); without
     it, or with None, they are played on the driver's event loop.
     """

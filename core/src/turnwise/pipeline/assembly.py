@@ -297,3 +297,13 @@ def is_its_own_reference(config: RunConfig) -> bool:
 def needs_reference(config: RunConfig) -> bool:
     """Whether a KL coefficient is positive, so that a reference is loaded and run."""
     return config.init_kl_coef > 0 or config.kl_loss_coef > 0
+
+
+def counts_devices(config: RunConfig) -> bool:
+    """Whether `device_mapping` names GPUs of this machine (turnwise.contracts.runtime)."""
+    return bool(getattr(config.runtime.config, "counts_devices", True))
+
+
+def least_devices(config: RunConfig) -> int:
+    """GPUs of this machine that a role without `device_mapping` gets from the runtime."""
+    return int(getattr(config.runtime.config, "least_devices", 0))

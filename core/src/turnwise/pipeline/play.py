@@ -79,20 +79,13 @@ async def _opponent(config: RunConfig, base: Path, player: Choice | None, model:
     source = assembly.model_source(config, base)
     folder = source.prepare(str(model_folder(model, config)) if model is not None else config.pretrain)
     chat = source.chat(folder)
-    if not _names_gpus_here(config):
+    if not assembly.counts_devices(config):  # the engine is built in this process
         config = evolve(config, actor_infer=evolve(config.actor_infer, device_mapping=()))
     plan = assembly.role_plan(config, "actor_infer", folder, chat)
     os.environ.update(plan.environment)
     context = evolve(plan.context, lora=None, updates=False)  # nobody sends adapters here: they are in the exported weights
     backend: InferenceBackend = registry().build(plan.kind, plan.implementation, plan.config, context)
     return backend, chat
-
-
-def _names_gpus_here(config: RunConfig) -> bool:
-    """Whether `device_mapping` names GPUs of this machine, as far as an installed runtime tells: the engine is built in this process."""
-    runtime = registry().find("runtime", config.runtime.name)
-    counts = None if runtime.missing else getattr(runtime.target(), "counts_devices", None)
-    return counts is None or bool(counts(config.runtime.config))
 
 
 def model_folder(named: str, config: RunConfig) -> Path:

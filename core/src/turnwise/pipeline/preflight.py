@@ -248,15 +248,12 @@ def _signature_problem(target: Any, choice: Choice) -> str:
 def _devices(config: RunConfig, role: str) -> list[str]:
     """GPUs that this machine lacks, where it is this machine's that the runtime would give to the role."""
     mapping = assembly.role_of(config, role).device_mapping
-    runtime = _target("runtime", config.runtime)
-    counts = getattr(runtime, "counts_devices", None)
-    if counts is not None and not counts(config.runtime.config):
+    if not assembly.counts_devices(config):
         return []
     found = visible_gpus()
     if mapping and max(mapping) >= found:
         return [f"{role}: device_mapping needs {max(mapping) + 1} GPU{'s' if max(mapping) else ''}, found {found}"]
-    ask = getattr(runtime, "least_devices", None)
-    least = 0 if mapping or ask is None else ask(config.runtime.config)
+    least = 0 if mapping else assembly.least_devices(config)
     if least > found:
         return [f"{role}: runtime {config.runtime.name!r} gives a role without device_mapping {least} GPU{'s' if least > 1 else ''}, found {found}"]
     return []
@@ -280,17 +277,15 @@ def _undividable(config: RunConfig, role: str, told: Sequence[str]) -> list[str]
 def _given(config: RunConfig) -> int:
     """GPUs that the runtime gives to a sampler that names none; 0: those that the engine finds, or none, as where it is attached to."""
     choice = config.actor_infer.strategy_args
-    ask = getattr(_target("runtime", config.runtime), "least_devices", None)
     attached = getattr(choice.config if choice is not None else None, "base_url", None)
-    return 0 if ask is None or attached else int(ask(config.runtime.config))
+    return 0 if attached else assembly.least_devices(config)
 
 
 def _sleepless(config: RunConfig, role: str) -> list[str]:
     """A training role on GPUs that the sampler does not leave when its turn is over."""
     shared = set(assembly.role_of(config, role).device_mapping) & set(config.actor_infer.device_mapping)
-    counts = getattr(_target("runtime", config.runtime), "counts_devices", None)
     ask = getattr(_target("inference_backend", config.actor_infer.strategy_args), "cannot_sleep", None)
-    if role == "actor_infer" or not shared or ask is None or (counts is not None and not counts(config.runtime.config)):
+    if role == "actor_infer" or not shared or ask is None or not assembly.counts_devices(config):
         return []
     assert config.actor_infer.strategy_args is not None
     why = ask(config.actor_infer.strategy_args.config)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from turnwise.pipeline import preflight
 from turnwise_ray.config import RayConfig
 
 
@@ -36,11 +37,13 @@ def test_numbers_out_of_range_are_refused(options: dict[str, float]) -> None:
     ],
 )
 def test_gpus_of_a_role_that_names_none(options: dict[str, str], there: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray", reason="ray is not installed")
-    from turnwise_ray import runtime
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: there)
+    assert RayConfig(**options).least_devices == expected  # type: ignore[arg-type]
 
-    monkeypatch.setattr(runtime, "visible_gpus", lambda: there)
-    assert runtime.RayRuntime.least_devices(RayConfig(**options)) == expected  # type: ignore[arg-type]
+
+@pytest.mark.parametrize(("options", "here"), [({}, True), ({"device": "gpu"}, True), ({"device": "cpu"}, False), ({"address": "auto"}, False)])
+def test_device_mapping_names_gpus_of_this_machine_or_not(options: dict[str, str], here: bool) -> None:
+    assert RayConfig(**options).counts_devices == here  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("sizes", "expected"), [({}, [[0], [1], [2], [3]]), ({"devices_per_engine": 2}, [[0, 1], [2, 3]])])

@@ -29,3 +29,15 @@ class RayConfig:
     cpus_per_process: float = field(default=1.0, validator=validators.ge(0))
     log_to_driver: bool = True
     object_store_mb: int | None = field(default=None, validator=validators.optional(validators.ge(80)))
+
+    @property
+    def counts_devices(self) -> bool:
+        """Whether `device_mapping` names GPUs of this machine: not on CPU processes, and not where the cluster is elsewhere."""
+        return self.device != "cpu" and self.address is None
+
+    @property
+    def least_devices(self) -> int:
+        """GPUs of a role without `device_mapping`: one, but with `auto` only where there are any (unknown of a cluster that runs already)."""
+        from turnwise.pipeline.preflight import visible_gpus
+
+        return int(self.device == "gpu" or (self.device == "auto" and self.address is None and visible_gpus() > 0))

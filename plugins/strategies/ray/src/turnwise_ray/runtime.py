@@ -10,7 +10,6 @@ from typing import Any
 from turnwise.contracts.chat import Chat
 from turnwise.contracts.runtime import RolePlan, RuntimeContext
 from turnwise.errors import TurnwiseError
-from turnwise.pipeline.preflight import visible_gpus
 from turnwise.rollout import RolloutSettings, TagPlan
 from turnwise_ray.actors import Home
 from turnwise_ray.backend import RayBackend
@@ -34,17 +33,6 @@ class RayRuntime:
         self._cluster = Cluster(config)
         self._workers: Workers | None = None
         self._placed: list[Any] = []
-
-    @staticmethod
-    def counts_devices(config: RayConfig | None) -> bool:
-        """Whether `device_mapping` names GPUs of this machine: not on CPU processes, and not where the cluster is elsewhere."""
-        return config is None or (config.device != "cpu" and config.address is None)
-
-    @staticmethod
-    def least_devices(config: RayConfig | None) -> int:
-        """GPUs of a role without `device_mapping`: one, but with `auto` only where there are any (unknown of a cluster that runs already)."""
-        config = config or RayConfig()
-        return int(config.device == "gpu" or (config.device == "auto" and config.address is None and visible_gpus() > 0))
 
     async def place(self, plan: RolePlan) -> RayHandle | RayBackend:
         """Build the role in its processes. Raises what they raised, or MachineError (no cluster, no room)."""
