@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -121,3 +124,13 @@ def test_ids_that_do_not_fit_the_images_are_told(seeing: Seeing) -> None:
         seeing.ask([evolve(request, images=(picture(0, 28, 28),))])
     with pytest.raises(EngineError, match="the prompt holds 1 of its 2 images"):
         seeing.ask([evolve(request, images=(*request.images, picture(0, 28, 28)))])
+
+
+def test_all_this_with_the_engine_in_the_runs_process(vision_options: dict[str, Any]) -> None:
+    if not vision_options:
+        pytest.skip("the tests above ran so")
+    tests, path = Path(__file__), os.pathsep.join((*vision_options["python_path"], os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, str(tests.with_name("vision_in_process.py")), str(tests)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert done.stdout.startswith("...s")
