@@ -138,6 +138,22 @@ def test_log_probs_are_the_peft_models_after_every_transport(backend: SglangBack
     assert [facts["id"].startswith("turnwise-4-") for facts in named if facts.get("parent")] == [True], "the adapters before it were unloaded"
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("size", ["tp_size", "pp_size"])
+def test_an_adapter_reaches_every_process_of_a_server(run: Any, adapters: Adapters, size: str) -> None:
+    async def build() -> SglangBackend:
+        config = SglangConfig(python=fixtures.interpreter(), start_timeout=LONGEST, **{size: 2})
+        return SglangBackend(config, fixtures.context(lora=Lora(RANK, ALPHA, "all-linear", "adapter")))
+
+    backend = run(build())
+    try:
+        for version, transport in enumerate(("safetensors", "shared_memory"), start=1):
+            assert run(bring(backend, adapters(version), version, transport)) == version
+            parity(backend, run, version, adapters(version), adapters(version - 1))
+    finally:
+        run(backend.close())
+
+
 def test_an_adapter_that_arrives_in_mid_generation_divides_the_response(backend: SglangBackend, run: Any, adapters: Adapters) -> None:
     """Tokens before the cut are the old adapter's, those after it the new one's, recomputed from the ids."""
     requests = [ask(seed, limit=400, ids=(12,)) for seed in range(12)]
