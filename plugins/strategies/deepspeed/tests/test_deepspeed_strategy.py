@@ -286,7 +286,7 @@ def test_a_build_waits_for_no_build_that_was_killed(tmp_path: Path, monkeypatch:
         assert not lock.exists()
         assert Path(os.environ["TORCH_EXTENSIONS_DIR"]) == lock.parent.parent
         if fails:
-            raise RuntimeError("no compiler\nand more")
+            raise deepspeed.ops.op_builder.builder.MissingCUDAException("no compiler\nand more")  # no RuntimeError, nor any other of Python's
 
     monkeypatch.setattr(deepspeed.ops.op_builder.CPUAdamBuilder, "load", load)
     with pytest.raises(MachineError, match=r"cannot be compiled: no compiler\. Fix: .*zero_force_ds_cpu_optimizer") if fails else nullcontext():

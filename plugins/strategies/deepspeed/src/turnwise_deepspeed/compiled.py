@@ -26,7 +26,7 @@ def prepare_cpu_adam() -> None:
     with building_alone(builder.name):
         try:
             builder.load(verbose=False)
-        except (OSError, ImportError, RuntimeError) as error:
+        except Exception as error:  # DeepSpeed's own, torch's, those of the compiler's process
             raise MachineError(
                 f"DeepSpeedCPUAdam cannot be compiled: {first_line(error)}. Fix: a C++ compiler and ninja, or zero_force_ds_cpu_optimizer: false"
             ) from error
@@ -55,6 +55,7 @@ def building_alone(name: str) -> Iterator[None]:
         try:
             yield
         finally:
-            os.environ.pop(_ROOT)
-            if given is not None:
+            if given is None:
+                del os.environ[_ROOT]
+            else:
                 os.environ[_ROOT] = given
