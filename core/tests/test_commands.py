@@ -45,7 +45,7 @@ def plugin(tmp_path: Path, text: str) -> list[str]:
 
 STRATEGY = """
 import os, signal
-from turnwise.errors import TrainerError
+from turnwise.errors import OutOfMemory, TrainerError
 from turnwise.testing.fakes import FakeStrategy
 
 class Mine(FakeStrategy):
@@ -198,6 +198,20 @@ def test_a_failed_run_says_what_was_saved_and_how_to_go_on(toy: Toy, tmp_path: P
     assert resume == f"resume: {program()} train {path} seed=3 resume_from_checkpoint=true"
     nothing = turnwise("train", path, "save_steps=0", "output_dir=other")
     assert nothing.stderr.splitlines()[-1] == "saved: nothing yet"
+
+
+def test_out_of_memory_is_one_line_with_what_was_saved_and_how_to_go_on(toy: Toy, tmp_path: Path) -> None:
+    raising = "if self._updates >= 5: raise OutOfMemory('out of memory, in the update of actor_train. Fix: lower infer_batch_size')"
+    path = with_strategy(toy, tmp_path, raising, save_steps=1)
+    got = turnwise("train", path)
+    assert got.exit_code == 1
+    what = "error: out of memory, in the update of actor_train. Fix: lower infer_batch_size"
+    assert (
+        got.stderr.splitlines()[-1]
+        == f"{what}; saved: out/checkpoints/checkpoint-000002; resume: {program()} train {path} resume_from_checkpoint=true"
+    )
+    nothing = turnwise("train", path, "save_steps=0", "output_dir=other")
+    assert nothing.stderr.splitlines()[-1] == f"{what}; saved: nothing yet"
 
 
 def test_an_error_that_nothing_foresaw_is_one_line_and_its_traceback_is_in_the_log(toy: Toy, tmp_path: Path) -> None:

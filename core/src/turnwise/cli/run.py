@@ -20,7 +20,7 @@ from turnwise.config.loader import Loaded, load
 from turnwise.config.schema import Choice
 from turnwise.data.record import plain
 from turnwise.data.trajectory import Trajectory
-from turnwise.errors import TurnwiseError
+from turnwise.errors import OutOfMemory, TurnwiseError
 from turnwise.pipeline import checkpoint, estimates, frames, play
 from turnwise.pipeline import plan as planning
 from turnwise.pipeline.drift import drift_warnings
@@ -52,13 +52,16 @@ def train(path: Path, overrides: Sequence[str]) -> None:
             log.info("%s", note)
         outcome = asyncio.run(pipeline.run())
     except (Exception, KeyboardInterrupt) as error:
-        where = f"saved: {pipeline.saved or 'nothing yet'}"
+        told = [f"saved: {pipeline.saved or 'nothing yet'}"]
         if pipeline.saved is not None and pipeline.first is not None:  # what could not even be resumed is no advice
-            where += f"\nresume: {_resume_command(path, overrides, pipeline)}"
+            told.append(f"resume: {_resume_command(path, overrides, pipeline)}")
+        where = "\n".join(told)
         if isinstance(error, Interrupted | KeyboardInterrupt):
             click.echo(f"{str(error) or 'stopped at once'}\n{where}", err=True)
             sys.exit(130)
         log.info("the run ended with an error", exc_info=error)
+        if isinstance(error, OutOfMemory):
+            raise OutOfMemory("; ".join([str(error), *told])) from error
         if isinstance(error, TurnwiseError):
             error.add_note(where)
             raise

@@ -188,6 +188,7 @@ def test_a_rank_without_memory_is_told_at_once_though_the_others_wait_for_it(run
     assert running.returncode == 1
     assert "error: actor_train, rank 1 of 2 on " in told
     assert "out of memory, in the update of actor_train. Fix: lower actor_train.training_args.per_device_train_batch_size" in told
+    assert "; saved: " in told.splitlines()[-1]
     assert "Traceback" not in told
     run.left_nothing(20)
 
