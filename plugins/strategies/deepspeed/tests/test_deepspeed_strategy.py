@@ -273,6 +273,7 @@ def leave_a_lock(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(root))
     with compiled.building_alone("cpu_adam"):
         lock = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "cpu_adam" / "lock"
+        lock.parent.mkdir()
         lock.touch()
     return lock
 
@@ -292,6 +293,19 @@ def test_a_build_waits_for_no_build_that_was_killed(tmp_path: Path, monkeypatch:
     with pytest.raises(MachineError, match=r"cannot be compiled: no compiler\. Fix: .*zero_force_ds_cpu_optimizer") if fails else nullcontext():
         compiled.prepare_cpu_adam()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path)
+
+
+def test_one_process_builds_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    code = "from turnwise_deepspeed.compiled import building_alone\nprint('here', flush=True)\nwith building_alone('x'): print('inside', flush=True)"
+    environment = dict(os.environ)
+    with compiled.building_alone("x"):
+        other = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None
+        assert other.stdout.readline() == "here\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(1)
+    assert other.communicate(timeout=60)[0] == "inside\n"
 
 
 def test_the_conformance_kit_passes_without_a_skip() -> None:

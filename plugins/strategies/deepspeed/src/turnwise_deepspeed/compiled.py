@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-import sys
+import platform
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,34 +24,32 @@ def prepare_cpu_adam() -> None:
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     builder = CPUAdamBuilder()
-    with building_alone(builder.name):
-        try:
+    try:
+        with building_alone(builder.name):
             builder.load(verbose=False)
-        except Exception as error:  # DeepSpeed's own, torch's, those of the compiler's process
-            raise MachineError(
-                f"DeepSpeedCPUAdam cannot be compiled: {first_line(error)}. Fix: a C++ compiler and ninja, or zero_force_ds_cpu_optimizer: false"
-            ) from error
+    except Exception as error:  # DeepSpeed's own, torch's, those of the compiler's process
+        told = first_line(error).rstrip(".")[:300]
+        fix = f"a C++ compiler and ninja, a folder that can be written to as {_ROOT}, or zero_force_ds_cpu_optimizer: false"
+        raise MachineError(f"DeepSpeedCPUAdam cannot be compiled: {told}. Fix: {fix}") from error
 
 
 @contextmanager
 def building_alone(name: str) -> Iterator[None]:
-    """One process of the machine at a time builds the extension, in a folder that nobody else builds in.
+    """One process of this machine at a time builds the extension, in a folder that nobody else builds in.
 
     torch marks a build with a file. One that was killed leaves it, and every later one waits for it, for ever and without a word. The lock
-    here ends with its process: who has it may take the file away.
+    here ends with its process: who has it and finds the file begins anew, in a new folder, in which a compiler that outlived its build writes
+    nothing. Machines that share the root have folders of their own, as not every file system locks between them.
     """
     given = os.environ.get(_ROOT)
     root = Path(given or cpp_extension.get_default_build_root())
-    own = root / f"turnwise_py{sys.version_info.major}{sys.version_info.minor}_{torch.__version__}"
+    own = root / f"turnwise_py{platform.python_version()}_{torch.__version__}_{platform.node()}"
     folder = own / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (own / f"{name}.lock").open("w")
-    except OSError as error:
-        raise MachineError(f"DeepSpeedCPUAdam cannot be compiled in {own}: {first_line(error)}. Fix: {_ROOT}") from error
-    with lock:
+    own.mkdir(parents=True, exist_ok=True)
+    with (own / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "lock").unlink(missing_ok=True)
+        if (folder / "lock").exists():
+            shutil.rmtree(folder)
         os.environ[_ROOT] = str(own)
         try:
             yield
