@@ -127,6 +127,7 @@ def kill_when_logged(folder: Path, lines: int, *overrides: str) -> None:
 
 def test_resumed_after_its_end_a_run_reports_again(fake: Any, whole_fake: Any) -> None:
     fake.train()
+    (fake.folder / "out" / "report.md").unlink()
     fake.train("resume_from_checkpoint=true")
     fake.same(whole_fake)
 

@@ -216,6 +216,14 @@ def test_limits_of_a_tag_follow_from_the_sampling(config: RunConfig) -> None:
     assert assembly.planned_episodes(EnvManagerConfig(3, 2, ("A", "B"), (2, 1))) == {"A": 4, "B": 2}
 
 
+def test_sizes_reach_what_keeps_them(config: RunConfig) -> None:
+    sized = evolve(config, model_update_buffer_size_mb=3, train_env_manager=evolve(config.train_env_manager, max_env_num_per_worker=7))
+    assert assembly.train_context(sized, sized.actor_train, "actor_train", Path()).bucket_bytes == 3 * 2**20
+    backend = FakeBackend(None, InferenceContext(None, None))
+    scheduler = assembly.scheduler(sized, Path(), backend, None, evaluation=False)
+    assert scheduler.settings.max_concurrent == 7
+
+
 @pytest.mark.parametrize(("here", "devices"), [(True, (3,)), (False, ())])
 def test_devices_that_a_runtime_has_elsewhere_are_not_the_engines_here(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, here: bool, devices: tuple[int, ...]

@@ -183,9 +183,9 @@ def test_a_request_aborted_while_sampled_leaves_the_batch(folder: Path) -> None:
     with_backend(folder, work)
 
 
-def long_one(folder: Path) -> tuple[Request, Generation]:
+def long_one(folder: Path, **args: Any) -> tuple[Request, Generation]:
     """A request whose response has more than four tokens, and the response."""
-    requests = [ask(seed, limit=8) for seed in range(20)]
+    requests = [ask(seed, limit=8, **args) for seed in range(20)]
     generations = with_backend(folder, lambda backend: together(backend, *requests))
     return next((request, generation) for request, generation in zip(requests, generations) if len(generation.ids) > 4)  # type: ignore[arg-type]
 
@@ -259,9 +259,12 @@ def test_weights_from_a_folder_serve_under_their_version(make: Callable[..., Pat
     assert set(after.versions.tolist()) == {6}
 
 
-def test_weights_that_arrive_in_the_middle_sample_the_rest(make: Callable[..., Path], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_weights_that_arrive_in_the_middle_sample_the_rest(
+    make: Callable[..., Path], folder: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
     other = make(seed=8)
-    request, _ = long_one(folder)
+    request, _ = long_one(folder, temperature=temperature)
     log = StepLog(monkeypatch, stop_at=3)
 
     async def work(backend: HfBackend) -> Generation:
@@ -276,7 +279,7 @@ def test_weights_that_arrive_in_the_middle_sample_the_rest(make: Callable[..., P
     generation = with_backend(folder, work)
     assert generation.versions is not None
     assert generation.versions[:3].tolist() == [0, 0, 1]
-    old, new = (plain_logprobs(load_causal_lm(path, "fp32", "sdpa"), request, generation) for path in (folder, other))
+    old, new = (plain_logprobs(load_causal_lm(path, "fp32", "sdpa"), request, generation, temperature) for path in (folder, other))
     assert generation.logprobs is not None
     np.testing.assert_allclose(generation.logprobs, np.where(generation.versions == 0, old, new), atol=1e-5)
 

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +67,10 @@ def test_what_the_user_wrote_wins_and_other_interpreters_settings_stay_here(monk
 def test_sleep_needs_the_memory_saver_and_its_copy_of_the_weights() -> None:
     told = server_arguments(SglangConfig(enable_memory_saver=True), gpu(0), 1)
     assert told["enable_memory_saver"] and told["enable_weights_cpu_backup"]
+    assert SglangBackend.cannot_sleep(SglangConfig(enable_memory_saver=True)) == ""
+    awake = SimpleNamespace(_config=SglangConfig(), _context=gpu(0), cannot_sleep=SglangBackend.cannot_sleep)
+    with pytest.raises(EngineError, match=r"keeps its memory while it sleeps\. Fix: strategy_config: \{enable_memory_saver: true\}"):
+        asyncio.run(SglangBackend.sleep(awake))  # type: ignore[arg-type]
 
 
 def test_memory_to_give_back_needs_a_gpu_and_a_package(monkeypatch: pytest.MonkeyPatch) -> None:

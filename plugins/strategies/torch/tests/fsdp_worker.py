@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 import shutil
 import signal
@@ -121,11 +120,12 @@ def silent() -> list[Update]:
 
 
 def objectives(strategy: TorchStrategy, share: Callable[[Rows], np.ndarray]) -> dict[str, UpdateResult]:
-    """What the silent updates report under every loss and ratio, one aggregation mode after the other."""
-    out = {}
-    for (name, objective), given in zip(OBJECTIVES.items(), itertools.cycle(silent())):
+    """What the silent updates report under every loss and ratio, in every aggregation mode."""
+    out, updates = {}, list(zip(MODES, silent(), strict=True))
+    for name, objective in OBJECTIVES.items():
         strategy.context, strategy.loss = evolve(strategy.context, objective=objective), build_loss(objective)
-        out[name] = strategy.update(evolve(given, rows=given.rows.select(share(given.rows))))
+        for mode, given in updates:
+            out[f"{name} {mode}"] = strategy.update(evolve(given, rows=given.rows.select(share(given.rows))))
     return out
 
 

@@ -21,7 +21,7 @@ from turnwise_torch.fixtures import tiny_model, tiny_vision_model
 from turnwise_torch.models import VALUE_HEAD_FILE
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fsdp_worker import ALONE, CASES, DOUBLE, OBJECTIVES, VOCABULARY, Case, build, objectives, outcome, picture_update, seen, update
+from fsdp_worker import ALONE, CASES, DOUBLE, MODES, OBJECTIVES, VOCABULARY, Case, build, objectives, outcome, picture_update, seen, update
 
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 
@@ -106,7 +106,7 @@ def test_five_updates_with_varying_micro_batches_are_those_of_one_process(folder
         assert {n for n, by in moved.items() if by == 0} == still.get(name, set())
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", [f"{objective} {mode}" for objective in OBJECTIVES for mode in MODES])
 def test_every_loss_under_every_aggregation_is_the_same_objective(ranks: dict[str, list[Any]], alone: Any, name: str) -> None:
     got, expected = merge_results([rank[name] for rank in ranks["objectives"]]), alone[name]
     assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-7)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +288,33 @@ def test_weights_on_disk_are_a_model_folder_that_the_next_offer_replaces(build: 
     assert not first.exists()
     strategy.close()
     assert not second.exists()
+
+
+def test_weights_leave_in_buckets_of_their_size_one_made_after_the_other(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = build(bucket_bytes=4096)
+    every = {name: weight.nbytes for name, weight in strategy.weights()}
+    offer, begun, sent = strategy.offer("shared_memory", 1), [], []
+    given = strategy.weights
+
+    def weights_one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in given():
+            begun.append(pair[0])
+            yield pair
+
+    def send(made: Iterator[list[tuple[str, torch.Tensor]]]) -> None:
+        for bucket in made:
+            sent.append([name for name, _ in bucket])
+            if len(sent) == 1:
+                assert len(begun) < len(every), "the whole model was gathered before the first bucket left"
+
+    monkeypatch.setattr(strategy, "weights", weights_one_by_one)
+    monkeypatch.setattr(strategy._sender, "send", send)
+    strategy.send(offer)
+    assert [name for bucket in sent for name in bucket] == list(every)
+    assert len(sent) > 1
+    for bucket in sent:
+        whole = len({name.split(".")[2] for name in bucket if ".layers." in name}) == 1  # a layer is never split
+        assert sum(every[name] for name in bucket) <= 4096 or len(bucket) == 1 or whole
 
 
 def test_an_unknown_transport_is_told(build: Build) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 
 from turnwise.config.convert import structure
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
-from turnwise.contracts.train import Lora
+from turnwise.contracts.train import Lora, Offer
 from turnwise.errors import ConfigError, EngineError, MachineError
 from turnwise_vllm import arguments, inference_backends
 from turnwise_vllm.backend import VllmBackend
@@ -189,6 +190,25 @@ def test_argument_names_are_those_of_the_real_engine() -> None:
     assert {"speculative_config", "scheduling_policy", "enable_log_requests"} <= known
 
 
+def test_an_engine_on_gpus_sleeps_only_where_it_was_told_to_be_able_to(folder: Path) -> None:
+    assert "enable_sleep_mode: true" in VllmBackend.cannot_sleep(VllmConfig())
+    assert VllmBackend.cannot_sleep(VllmConfig(enable_sleep_mode=True)) == ""
+    assert VllmBackend.cannot_sleep(VllmConfig(mode="attach", base_url="http://127.0.0.1:1")) == ""
+    awake = SimpleNamespace(_context=InferenceContext(folder, None, devices=(0,)), _config=VllmConfig())
+    with pytest.raises(EngineError, match=r"without sleep mode\. Fix: strategy_config\.enable_sleep_mode: true"):
+        asyncio.run(VllmBackend.sleep(awake))  # type: ignore[arg-type]
+
+
+def test_an_update_after_which_the_engine_serves_another_version_is_told(folder: Path) -> None:
+    class Engine:
+        async def control(self, step: str, **options: Any) -> Any:
+            return {"version": "2", "reset_cache": True}.get(step)
+
+    backend = SimpleNamespace(_adapters=None, _context=InferenceContext(folder, None))
+    with pytest.raises(EngineError, match="version 3 of the weights was sent, and vLLM serves 2"):
+        asyncio.run(VllmBackend._update(backend, Engine(), Offer("safetensors", 3, {"folder": "x"})))  # type: ignore[arg-type]
+
+
 def test_arguments_of_a_cpu_are_small_and_those_of_gpus_are_the_engines(folder: Path) -> None:
     context = InferenceContext(folder, None, dtype="fp32", sequence_length=200, infer_batch_size=10)
     cpu = arguments.engine_arguments(VllmConfig(engine_args={"swap_space": 1}), context, cpu=True)
@@ -196,6 +216,8 @@ def test_arguments_of_a_cpu_are_small_and_those_of_gpus_are_the_engines(folder: 
     assert cpu["kv_cache_memory_bytes"] == 10 * 256 * (2 * 2 * 2 * 32 * 4)
     assert (cpu["enforce_eager"], cpu["max_num_seqs"], cpu["max_model_len"], cpu["dtype"], cpu["swap_space"]) == (True, 10, 200, "float32", 1)
     assert SHARE not in cpu
+    given = arguments.engine_arguments(VllmConfig(block_size=32, gpu_memory_utilization=0.4), InferenceContext(folder, None), cpu=False)
+    assert (given["block_size"], given[SHARE]) == (32, 0.4)
     gpu = arguments.engine_arguments(VllmConfig(tensor_parallel_size=2), InferenceContext(folder, None, devices=(0, 1, 2, 3)), cpu=False)
     assert (gpu["enforce_eager"], gpu["data_parallel_size"], gpu[SHARE]) == (False, 2, 0.9)
     assert gpu["distributed_executor_backend"] == "mp"  # in a Ray actor's place vLLM would take Ray

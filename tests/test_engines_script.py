@@ -1,0 +1,45 @@
+"""The script behind `make test-engines`: an engine that is missing is a failure, and what ran is counted by its distribution."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+spec = importlib.util.spec_from_file_location("engines_script", Path(__file__).with_name("engines.py"))
+assert spec is not None
+assert spec.loader is not None
+script: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+
+
+def test_an_engine_that_cannot_be_imported_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "HERE", {"warp": "no_such_engine"})
+    with pytest.raises(SystemExit, match=r"warp cannot be imported in .*No module named 'no_such_engine'. Fix: make setup-engines"):
+        script.versions()
+
+
+def test_an_interpreter_without_sglang_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "HERE", {})
+    monkeypatch.setenv("TURNWISE_SGLANG_PYTHON", "/usr/bin/env false")
+    monkeypatch.setattr(script.subprocess, "run", lambda *args, **kwargs: SimpleNamespace(returncode=1, stdout="", stderr=""))
+    with pytest.raises(SystemExit, match=r"sglang is not installed in TURNWISE_SGLANG_PYTHON=.*Fix: make setup-engines"):
+        script.versions()
+
+
+def test_outcomes_are_counted_by_distribution() -> None:
+    counted = script.Counted()
+    places = ("plugins/strategies/vllm/tests/test_a.py::test_b", "tests/test_readmes.py::test_runs[ray]", "tests/test_x.py::test_y")
+    for place in places:
+        for when in ("setup", "call", "teardown"):
+            counted.pytest_runtest_logreport(SimpleNamespace(nodeid=place, when=when, outcome="passed", skipped=False, duration=1.0))
+    failed = SimpleNamespace(nodeid=places[0], when="setup", outcome="failed", skipped=False, duration=0.0)
+    counted.pytest_runtest_logreport(failed)
+    skipped = SimpleNamespace(nodeid=places[0], when="setup", outcome="skipped", skipped=True, duration=0.0, longrepr=("f", 1, "Skipped: no engine"))
+    counted.pytest_runtest_logreport(skipped)
+    assert counted.outcomes == {"vllm": {"passed": 1, "failed": 1, "skipped": 1}, "ray": {"passed": 1}, "whole runs": {"passed": 1}}
+    assert counted.reasons == {"vllm": {"no engine"}}
+    assert counted.seconds["ray"] == 3.0
