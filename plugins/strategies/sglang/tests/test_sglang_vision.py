@@ -26,7 +26,7 @@ from turnwise_torch.models import load_causal_lm
 from turnwise_torch.stream import Sender, buckets
 from turnwise_torch.vision import Vision
 
-pytestmark = [pytest.mark.engines, pytest.mark.matrix]
+pytestmark = [pytest.mark.engines]
 LONGEST = 240.0
 LIMIT = 8
 
