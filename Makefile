@@ -44,12 +44,11 @@ $(SGLANG)/.ready: requirements/sglang.txt
 
 setup-engines: $(ENGINES)/.ready $(SGLANG)/.ready  ## the two environments of the real engines
 
-test-engines: setup-engines  ## a short real run of every engine, and the table of what ran
+test-engines: setup-engines  ## every test of the engines, and the table of what ran (half an hour; ARGS=--short: what CI runs)
 	TURNWISE_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python tests/engines.py $(ARGS)
 
-matrix: setup-engines  ## every engine test, and one YAML through every combination of engines; writes benchmarks/results/matrix.md
-	TURNWISE_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python tests/engines.py --all $(ARGS)
-	TURNWISE_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python benchmarks/matrix.py --write
+matrix: setup-engines  ## one YAML through every combination of engines; writes benchmarks/results/matrix.md (an hour)
+	TURNWISE_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python benchmarks/matrix.py --write $(ARGS)
 
 check: $(VENV)/.ready  ## lint, format, types, import rules, generated docs
 	$(BIN)/ruff check $(SOURCES)

@@ -30,6 +30,20 @@ def test_an_interpreter_without_sglang_ends_it(monkeypatch: pytest.MonkeyPatch) 
         script.versions()
 
 
+@pytest.mark.parametrize(("given", "chosen", "rest"), [([], "engines or matrix", []), (["--short", "-x"], "engines and not matrix", ["-x"])])
+def test_all_tests_run_but_for_ci_the_short_ones(monkeypatch: pytest.MonkeyPatch, given: list[str], chosen: str, rest: list[str]) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(script, "versions", dict)
+    monkeypatch.setattr(script.sys, "argv", ["engines.py", *given])
+    monkeypatch.setattr(script.os, "chdir", lambda folder: None)
+    monkeypatch.setattr(script.pytest, "main", lambda arguments, plugins: seen.append(arguments) or 0)
+    with pytest.raises(SystemExit, match="0"):
+        script.main()
+    (arguments,) = seen
+    assert arguments[:2] == ["-m", chosen]
+    assert arguments[8:] == rest
+
+
 def test_outcomes_are_counted_by_distribution() -> None:
     counted = script.Counted()
     places = ("plugins/strategies/vllm/tests/test_a.py::test_b", "tests/test_readmes.py::test_runs[ray]", "tests/test_x.py::test_y")
