@@ -10,9 +10,10 @@ export HF_HUB_OFFLINE ?= 1
 
 ENGINES := .venv-engines
 SGLANG := .venv-sglang
+DIST := dist
 INSTALL := pip install --quiet --disable-pip-version-check
 
-.PHONY: train test check format docs clean setup study setup-engines test-engines matrix
+.PHONY: train test fuzz check format docs wheels clean setup study setup-engines test-engines matrix
 
 $(VENV)/.ready: requirements/run.txt requirements/dev.txt $(wildcard core/pyproject.toml plugins/*/*/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +28,9 @@ train: $(VENV)/.ready  ## the main job: FrozenLake from random weights
 
 test: $(VENV)/.ready  ## all tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not matrix" $(ARGS)
+
+fuzz: $(VENV)/.ready  ## the property tests with 1,000 random examples each, others every time (make test: the same 100)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "hypothesis and not matrix" --hypothesis-profile explore $(ARGS)
 
 # DeepSpeed, Megatron Core, Ray and vLLM live in one environment, SGLang with its own pins in another. Installed without dependencies: the
 # requirements are complete, and some engines ask for CUDA-linked packages that do not import on a CPU.
@@ -61,8 +65,12 @@ format: $(VENV)/.ready  ## let ruff write the files
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-docs: $(VENV)/.ready  ## write the generated pages: the configuration reference and the table of plugins
+docs: $(VENV)/.ready  ## write the generated pages: the configuration reference, the table of plugins, the picture of the core
 	$(BIN)/python docs/generate.py
+
+wheels: $(VENV)/.ready  ## every distribution as a wheel in dist/: pip install --find-links dist NAME
+	rm -f $(DIST)/turnwise*.whl
+	$(BIN)/$(INSTALL:install=wheel) --no-deps --no-build-isolation --wheel-dir $(DIST) $(DISTRIBUTIONS)
 
 study: $(VENV)/.ready  ## every cut and estimator on FrozenLake, and Sokoban: about an hour, resumable (ARGS=--write, ARGS=--main-job)
 	$(BIN)/python benchmarks/study.py $(ARGS)

@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from turnwise.config.loader import load
-from turnwise.pipeline.loop import Pipeline
+from turnwise.pipeline.loop import Loop
+from turnwise.pipeline.run import Pipeline
 from turnwise_gymnasium.frozen_lake import FrozenLake
 from turnwise_torch import strategy
 from turnwise_torch.optimizer import MasterAdamW
@@ -91,18 +93,14 @@ def measure(steps: int, recipe: str) -> tuple[float, float]:
         loaded = load(CONFIG, [*overrides, *recipe.split()])
         pipeline = Pipeline(loaded.config, CONFIG.parent, {})
         clock, marks = Clock(), list[tuple[float, float]]()
-        step = pipeline._step
+        log = Loop._log
 
-        async def watched(number: int, times: dict[str, float]) -> dict[str, float]:
-            if number == 1:
+        def watched(loop: Loop, number: int, values: dict[str, float]) -> None:
+            if number in (0, steps):  # the end of the first step, and of the last
                 marks.append((time.perf_counter(), clock.total))
-            out = await step(number, times)
-            if number == steps:
-                marks.append((time.perf_counter(), clock.total))
-            return out
+            log(loop, number, values)
 
-        pipeline._step = watched  # type: ignore[method-assign]
-        with patched(clock):
+        with patched(clock), mock.patch.object(Loop, "_log", watched):
             asyncio.run(pipeline.run())
     (t0, c0), (t1, c1) = marks
     return t1 - t0, (t1 - t0) - (c1 - c0)

@@ -23,6 +23,7 @@ from attrs import evolve, frozen
 
 from turnwise.contracts.chat import Chat, Message, ModelSourceContext
 from turnwise.contracts.env_manager import Episode, Limits, ManagerContext
+from turnwise.contracts.environment import Response
 from turnwise.contracts.train import LossChoice, Objective, TrainContext
 from turnwise.data import Batch, Generation, Trajectory, build_batch
 from turnwise.data.microbatches import cut
@@ -61,7 +62,7 @@ class Environment:
         self.shown, info = self.inner.reset(seed=self.seed)
         return self.shown, info
 
-    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    async def step(self, action: str, response: Response | None = None) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Search or answer."""
         answer = self.inner.step(action)
         self.shown = answer[0]

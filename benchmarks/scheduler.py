@@ -11,8 +11,9 @@ import numpy as np
 
 from turnwise.contracts.env_manager import Episode, Limits, Sampler
 from turnwise.contracts.inference import Request
+from turnwise.contracts.rollout import RolloutSettings, TagPlan
 from turnwise.data import Generation, Sample, Trajectory
-from turnwise.rollout import RolloutSettings, Scheduler, TagPlan
+from turnwise.rollout import Scheduler
 
 GROUP_SIZE = 8
 GOAL = 100.0
@@ -47,7 +48,6 @@ class NullBackend:
     """Answers in the next round of the event loop, so that all episodes are in play at once."""
 
     input = "ids"
-    transports: tuple[str, ...] = ()
     generation = Generation("", None, None, None, "stop")
 
     async def generate(self, request: Request) -> Generation:

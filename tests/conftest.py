@@ -16,74 +16,51 @@ from click.testing import CliRunner, Result
 
 from turnwise.cli.main import main
 from turnwise.plugins import reset_registry
+from turnwise.testing.runs import FAKES, LAKE, written
 
 AT = Path(__file__).with_name("at.py")
 UNTIMED = ("time/", "tps/", "system/")
 
-FAKE = """\
-exp_name: fakes
-plugins: [turnwise.testing.plugin]
-seed: 1
-output_dir: out
-max_steps: 6
-eval_steps: 3
-save_steps: 2
-rollout_batch_size: 8
-sequence_length: 128
-runtime: local
-model_source: fake_source
-pretrain: fake
-adv_estimator: fake_estimator
-pg_variant: fake_loss
-batch_adjust_mode: fake_adjust
-actor_train:
-  training_args: {learning_rate: 5.0, per_device_train_batch_size: 4}
-  strategy_args: {strategy_name: fake_strategy}
-actor_infer:
-  generating_args: {max_new_tokens: 4, temperature: 1.0}
-  strategy_args: {strategy_name: fake_backend}
-train_env_manager: {num_env_groups: 2, group_size: 4, tags: [Count]}
-val_env_manager: {num_env_groups: 4, group_size: 1, tags: [Count]}
-custom_envs:
-  Count: {env_type: fake_env, env_manager: fake_manager, max_steps: 3, step: inline}
-track_with: [{use: jsonl, every: 1}]
-"""
-
-LAKE = """\
-exp_name: lake
-plugins: [turnwise-gymnasium, turnwise-managers, turnwise-hf, turnwise-torch, turnwise-grpo, turnwise-losses, turnwise-batching]
-seed: 1
-output_dir: out
-max_steps: 6
-eval_steps: 3
-save_steps: 2
-rollout_batch_size: 16
-sequence_length: 256
-pretrain: {recipe: {architecture: qwen2, num_layers: 1, hidden_size: 16, num_heads: 2, tokenizer: word}}
-adv_estimator: grpo
-pg_variant: ppo
-kl_loss_coef: 0.01
-entropy_loss_coef: {start: 0.01, end: 0.0}
-actor_train:
-  model_args: {dtype: fp32, disable_gradient_checkpointing: true}
-  training_args: {learning_rate: 1.0e-2, lr_scheduler_type: linear, per_device_train_batch_size: 4, gradient_accumulation_steps: 2}
-  strategy_args: {strategy_name: torch}
-actor_infer:
-  model_args: {dtype: fp32}
-  generating_args: {max_new_tokens: 2, temperature: 1.0}
-  strategy_args: {strategy_name: hf}
-train_env_manager: {num_env_groups: 4, group_size: 4, tags: [Lake]}
-val_env_manager: {num_env_groups: 16, group_size: 1, tags: [Lake]}
-custom_envs:
-  Lake:
-    env_type: frozen_lake
-    env_manager: {use: stepwise, history_length: 1}
-    max_steps: 4
-    step: inline
-    env_config: {random_start_goal: true, observation: relative, hole_penalty: -0.5, invalid_penalty: -0.3}
-baselines: [random]
-track_with: [{use: jsonl, every: 1}]
-"""
+FAKE = written(
+    FAKES,
+    {
+        "max_steps": 6,
+        "eval_steps": 3,
+        "save_steps": 2,
+        "rollout_batch_size": 8,
+        "sequence_length": 128,
+        "runtime": "local",
+        "model_source": "fake_source",
+        "adv_estimator": "fake_estimator",
+        "pg_variant": "fake_loss",
+        "batch_adjust_mode": "fake_adjust",
+        "actor_train.training_args.per_device_train_batch_size": 4,
+        "actor_train.strategy_args.strategy_name": "fake_strategy",
+        "actor_infer.generating_args.temperature": 1.0,
+        "actor_infer.strategy_args.strategy_name": "fake_backend",
+        "train_env_manager": {"num_env_groups": 2, "group_size": 4, "tags": ["Count"]},
+        "val_env_manager": {"num_env_groups": 4, "group_size": 1, "tags": ["Count"]},
+        "custom_envs": {"Count": {"env_type": "fake_env", "env_manager": "fake_manager", "max_steps": 3, "step": "inline"}},
+        "track_with": [{"use": "jsonl", "every": 1}],
+    },
+)
+SMALL_LAKE = written(
+    LAKE,
+    {
+        "max_steps": 6,
+        "eval_steps": 3,
+        "save_steps": 2,
+        "rollout_batch_size": 16,
+        "pg_variant": "ppo",
+        "kl_loss_coef": 0.01,
+        "entropy_loss_coef": {"start": 0.01, "end": 0.0},
+        "actor_train.training_args.lr_scheduler_type": "linear",
+        "actor_train.training_args.gradient_accumulation_steps": 2,
+        "train_env_manager.num_env_groups": 4,
+        "val_env_manager": {"num_env_groups": 16, "group_size": 1, "tags": ["Lake"]},
+        "baselines": ["random"],
+    },
+)
 
 
 @frozen
@@ -184,13 +161,13 @@ def fake(make_run: Callable[[str], Run]) -> Run:
 @pytest.fixture
 def lake(make_run: Callable[[str], Run]) -> Run:
     """A run of the real plugins on FrozenLake with a tiny model: two seconds."""
-    return make_run(LAKE)
+    return make_run(SMALL_LAKE)
 
 
 @pytest.fixture(scope="session")
 def make_lake(make_run: Callable[[str], Run]) -> Callable[[], Run]:
     """`make_lake()`: what `lake` is, for fixtures of a wider scope."""
-    return lambda: make_run(LAKE)
+    return lambda: make_run(SMALL_LAKE)
 
 
 @pytest.fixture(scope="session")
@@ -206,6 +183,6 @@ def whole_fake(make_run: Callable[[str], Run]) -> Run:
 def whole_lake(make_run: Callable[[str], Run]) -> Run:
     """The real run, uninterrupted."""
     reset_registry()
-    run = make_run(LAKE)
+    run = make_run(SMALL_LAKE)
     run.train()
     return run

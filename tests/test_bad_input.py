@@ -97,7 +97,10 @@ def errors(run: Any, result: Result, code: int) -> list[str]:
         ("adv_estimator=fake_estimater", ["Did you mean 'fake_estimator'?", "Installed: agentic_reinforce, fake_estimator, gae"]),
         ("custom_envs.Count.env_type=frozen_lak", ["$.custom_envs.Count.env_type", "Did you mean 'frozen_lake'?"]),
         ("custom_envs.Count.env_config={lenght: 3}", ["no option 'lenght'. Did you mean 'length'?"]),
-        ("plugins=[turnwise.testing.plugin, turnwise-nowhere, turnwise-noplace>=2]", ["Fix: pip install 'turnwise-nowhere' 'turnwise-noplace>=2'"]),
+        (
+            "plugins=[turnwise.testing.plugin, turnwise-nowhere, turnwise-noplace>=2]",
+            ["Fix: pip install --find-links dist 'turnwise-nowhere' 'turnwise-noplace>=2'"],
+        ),
         ("plugins=[turnwise.testing.plugin, ./my_env.py]", ["the file './my_env.py' does not exist"]),
         ("rollout_batch_size=9", ["9 is not num_env_groups 2 × group_size 4 = 8", "Fix: rollout_batch_size: 8"]),
         ("resume_from_checkpoint=nowhere", ["nowhere is not a checkpoint", "Fix: "]),
@@ -198,6 +201,7 @@ def test_episodes_that_fail_are_counted_and_replaced(fake: Any, what: str, at: i
         f"custom_envs.Count.env_config={{fails: {what}, fails_at: {at}, fails_every: 2, hang: 1.5}}",
         "custom_envs.Count.step=thread",
         "max_steps=3",
+        *("seed=4", "val_seed=4"),  # of whose environment seeds some are even, and not all
         *(f"{split}_env_manager.max_env_failure_rate=0.9" for split in ("train", "val")),
         *(f"{split}_env_manager.{call}_timeout=0.25" for split in ("train", "val") for call in ("step", "reset")),
         *(f"{split}_env_manager.max_env_retries=0" for split in ("train", "val")),
@@ -249,20 +253,21 @@ def test_a_failing_logger_is_switched_off_and_told_once(fake: Any, whole_fake: A
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "words", "step"),
     [
-        ("actor_infer.strategy_args.strategy_name=failing_backend", "OSError: the engine's process is gone"),
-        ("actor_train.strategy_args.strategy_name=failing_strategy", "the run failed: KeyError: 'a mistake in a plugin,\\non two lines'"),
+        # The weights after step 3 were whole when the engine went; those of a half-made step 4 are not.
+        ("actor_infer.strategy_args.strategy_name=failing_backend", "OSError: the engine's process is gone", 3),
+        ("actor_train.strategy_args.strategy_name=failing_strategy", "the run failed: KeyError: 'a mistake in a plugin,\\non two lines'", 2),
     ],
 )
-def test_a_role_that_fails_ends_the_run_in_one_line_that_can_be_resumed(fake: Any, whole_fake: Any, override: str, words: str) -> None:
+def test_a_role_that_fails_ends_the_run_in_one_line_that_can_be_resumed(fake: Any, whole_fake: Any, override: str, words: str, step: int) -> None:
     (fake.folder / "mine.py").write_text(FAILING)
     result = fake.command("train", "run.yaml", WITH_FILE, override)
     assert result.exit_code == 1
-    error, saved, resume = result.output.splitlines()
+    *_, error, saved, resume = result.output.splitlines()
     assert error.startswith("error: ")
     assert words in error
-    assert saved == "saved: out/checkpoints/checkpoint-000002"
+    assert saved == f"saved: out/checkpoints/checkpoint-{step:06d}"
     assert "Traceback" in (fake.folder / "out/run.log").read_text()
     command = shlex.split(resume.removeprefix("resume: "))[1:]
     assert command[-1] == "resume_from_checkpoint=true"

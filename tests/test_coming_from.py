@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from turnwise.config import schema
-from turnwise.config.field_keys import RULES
+from turnwise.config.foreign.keys import RULES
 from turnwise.contracts.inference import GeneratingArgs
 from turnwise.data.normalise import RewardNormalization
 from turnwise.plugins import Registry

@@ -80,7 +80,7 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(lake: Any, whole_lake: Any,
         ("turnwise.testing.fake_model:FakeStrategy.save", 2),
         (f"{CHECKPOINT}:_make_durable", 2),  # written, but not renamed
         (f"{CHECKPOINT}:prune", 2),  # renamed
-        ("turnwise.pipeline.loop:Pipeline._log", 4),
+        ("turnwise.pipeline.loop:Loop._log", 4),
         ("turnwise_jsonl.logger:JsonlLogger.scalars", 4),
         ("turnwise.pipeline.report:write", 1),
     ],

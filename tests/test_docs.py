@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from turnwise.contracts.batch_adjust import AdjustContext
 from turnwise.hookspecs import KINDS
 from turnwise.pipeline.aggregation import token_coefficients
-from turnwise.pipeline.schedules import Schedule, learning_rate
+from turnwise.planning.schedules import Schedule, learning_rate
 from turnwise.plugins import Registry, registry
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,7 +140,7 @@ def literal_metrics(source: str) -> Iterator[str]:
             text = "".join(str(part.value) if isinstance(part, ast.Constant) else "<>" for part in node.values)
             if METRIC.match(text):
                 yield text
-    yield from (f"time/{name}" for name in re.findall(r'(?:_timed\(times, |\btimes\[)"(\w+)"', source))
+    yield from (f"time/{name}" for name in re.findall(r'\.phase\("(\w+)"\)', source))
     yield from (f"policy/{name}" for name in re.findall(r'shown\["(\w+)"\]', source))
     yield from (f"policy/{name}" for table in re.findall(r"shown = \{(.*?)\*\*", source) for name in re.findall(r'"(\w+)":', table))
     yield from (f"rollout/{name}" for name in re.findall(r'counts\["(\w+)"\] ', source))
@@ -150,10 +151,13 @@ def literal_metrics(source: str) -> Iterator[str]:
     [
         CORE / "pipeline" / "metrics.py",
         CORE / "pipeline" / "correction.py",
+        CORE / "pipeline" / "evaluation.py",
+        CORE / "pipeline" / "learner.py",
         CORE / "pipeline" / "loop.py",
+        CORE / "pipeline" / "saving.py",
         CORE / "rollout" / "scheduler.py",
         ROOT / "plugins" / "strategies" / "torch" / "src" / "turnwise_torch" / "objective.py",
-        ROOT / "plugins" / "strategies" / "torch" / "src" / "turnwise_torch" / "base.py",
+        ROOT / "plugins" / "strategies" / "torch" / "src" / "turnwise_torch" / "device.py",
     ],
     ids=lambda path: path.name,
 )
@@ -186,7 +190,7 @@ def test_every_implementation_of_the_repository_is_named_on_its_page() -> None:
     ours = {"turnwise"} | {f"turnwise-{path.parent.name}" for path in (ROOT / "plugins").glob("*/*/pyproject.toml")}
     hooks = {kind: hook for hook, kind in KINDS.items()}
     entries = [entry for entry in Registry.discover().entries() if entry.distribution in ours]
-    assert len({entry.distribution for entry in entries}) == len(ours)
+    assert ours - {entry.distribution for entry in entries} == {"turnwise-serving"}  # a library: it brings no implementation
     shipped = {hook: page_of(hook).read_text(encoding="utf-8").partition("\nShipped: ")[2] for hook in KINDS}
     assert [f"{e.kind} {e.name}" for e in entries if f"`{e.name}`" not in shipped[hooks[e.kind]]] == []
 
@@ -258,3 +262,28 @@ def test_the_readmes_environment_is_the_one_of_the_tutorial() -> None:
         blocks = [re.search(rf"```{language}\n.*?```", text, re.DOTALL) for text in (readme, tutorial)]
         assert blocks[0] is not None and blocks[1] is not None
         assert blocks[0][0] == blocks[1][0]
+
+
+def test_the_tutorial_s_estimator_passes_its_own_test_and_the_kit_and_trains(tmp_path: Path) -> None:
+    page = DOCS / "tutorial-estimator.md"
+    for name, code in zip(("gentle.py", "test_gentle.py"), blocks(page, "python"), strict=True):
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    tested = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_gentle.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "1 passed" in tested.stdout, tested.stdout + tested.stderr
+    checked = turnwise(tmp_path, "test-plugin", "./gentle.py", "--strict")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    readme = ROOT / "README.md"
+    (tmp_path / "my_env.py").write_text(blocks(readme, "python")[0], encoding="utf-8")
+    (tmp_path / "my_env.yaml").write_text(blocks(readme, "yaml")[0], encoding="utf-8")
+    lines = [line for block in re.findall(r"^```\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE) for line in block.splitlines()]
+    (train,) = (shlex.split(line) for line in lines if line.startswith("turnwise train"))
+    done = turnwise(tmp_path, *train[1:], "max_steps=2", "eval_steps=0")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_arrow_of_the_architecture_runs_down() -> None:
+    picture = (DOCS / "images" / "architecture.svg").read_text()
+    assert "turnwise.pipeline" in picture
+    assert 'stroke="red"' not in picture

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from turnwise.contracts.chat import ModelSourceContext
 from turnwise_hf.source import HfModelSource
@@ -28,9 +29,10 @@ def model(folder: Path, template: str) -> Path:
 
 def with_manager(run: Any, manager: str) -> None:
     """Write this manager into the configuration."""
-    text = run.yaml.read_text()
-    assert "{use: stepwise, history_length: 1}" in text
-    run.yaml.write_text(text.replace("{use: stepwise, history_length: 1}", manager))
+    keys = yaml.safe_load(run.yaml.read_text())
+    for env in keys["custom_envs"].values():
+        env["env_manager"] = yaml.safe_load(manager)
+    run.yaml.write_text(yaml.safe_dump(keys, sort_keys=False))
 
 
 def warnings(result: Any) -> list[str]:
@@ -88,7 +90,11 @@ def environments():
 def test_an_environment_that_cannot_be_played_is_told_and_the_check_goes_on(lake: Any, tmp_path: Path) -> None:
     (lake.folder / "breaks.py").write_text(BREAKS)
     with_manager(lake, "trajectory")
-    lake.yaml.write_text(lake.yaml.read_text().replace("env_type: frozen_lake", "env_type: breaks").replace("plugins: [", "plugins: [./breaks.py, "))
+    keys = yaml.safe_load(lake.yaml.read_text())
+    keys["plugins"].append("./breaks.py")
+    for env in keys["custom_envs"].values():
+        env["env_type"] = "breaks"
+    lake.yaml.write_text(yaml.safe_dump(keys, sort_keys=False))
     result = lake.command("check", "run.yaml", f"pretrain={model(tmp_path, KEEPS)}")
     assert result.exit_code == 0, result.output
     (line,) = warnings(result)

@@ -14,6 +14,7 @@ from turnwise.cli.main import main
 RUN = """
 plugins: [turnwise.testing.plugin, turnwise-managers, turnwise-hf, turnwise-torch, turnwise-grpo, turnwise-losses, turnwise-batching]
 output_dir: run
+seed: 1  # a model of few words may write the tokens of an image by chance, and then an episode fails
 pretrain: {recipe: {architecture: qwen2_5_vl, hidden_size: 32, num_heads: 4, initializer_range: 0.1}}
 max_steps: 2
 rollout_batch_size: 8

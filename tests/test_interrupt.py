@@ -90,6 +90,17 @@ def test_sigterm_is_a_request_to_stop_too(fake: Any) -> None:
     assert f"saved: out/checkpoints/checkpoint-{fake.checkpoints()[-1]:06d}" in told
 
 
+def test_a_second_interrupt_ends_a_run_whose_inline_step_hangs(fake: Any, whole_fake: Any) -> None:
+    began = time.monotonic()
+    ended = fake.process("train", "run.yaml", at=("turnwise.testing.fakes:FakeEnvironment.step", 60, "interrupt-twice"), timeout=50)
+    assert time.monotonic() - began < 30
+    assert ended.returncode == 130
+    assert "Traceback" not in ended.stderr
+    assert "stopped at once" in ended.stderr
+    fake.train("resume_from_checkpoint=true")
+    fake.same(whole_fake)
+
+
 @pytest.mark.parametrize("place", [FAKE_UPDATE, ROLLOUT])
 def test_a_second_interrupt_ends_the_run_at_once(fake: Any, whole_fake: Any, place: str) -> None:
     """Even while an update goes on that would take a minute."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from turnwise.contracts.inference import BackendCapabilities
+
 pytest.importorskip("peft", reason="LoRA needs peft: pip install 'turnwise-torch[lora]'")
 
 ALONE = ("shared_memory", "process_group", "safetensors")
@@ -65,7 +67,7 @@ def offers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_adapters_alone_make_the_sampler_what_the_trainer_is(
     make_lake: Any, offers: list[Any], monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    monkeypatch.setattr("turnwise_hf.backend.HfBackend.transports", (transport,))
+    monkeypatch.setattr("turnwise_hf.backend.HfBackend.transports", staticmethod(lambda config, context: (transport,)))
     run = make_lake()
     run.train(*SYNC, "max_steps=3", "actor_train.training_args.learning_rate=0.05")
     assert {offer.transport for offer in offers} == {transport}
@@ -94,7 +96,7 @@ def test_a_run_with_adapters_alone_resumes_and_its_checkpoints_play(make_lake: A
 
 
 def test_adapters_alone_for_a_backend_that_takes_whole_weights_are_refused(make_lake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise_hf.backend.HfBackend.adapters", False)
+    monkeypatch.setattr("turnwise_hf.config.HfConfig.capabilities", BackendCapabilities())
     result = make_lake().command("train", "run.yaml", *SYNC)
     assert result.exit_code == 2
     assert "$.actor_train.model_args.lora_sync: the strategy of actor_infer takes whole weights only. Fix: lora_sync: merged" in result.output

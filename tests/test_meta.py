@@ -14,17 +14,33 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import turnwise
 from turnwise import Implementation
 from turnwise.cli.new import TEMPLATES
 from turnwise.hookspecs import KINDS, Hooks
+from turnwise.plugins import Registry
 from turnwise.testing import plugin as fakes
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
+LIBRARIES = {"serving"}
+TOP = set(turnwise.__all__)
+PUBLIC = {
+    "turnwise.contracts",
+    "turnwise.data",
+    "turnwise.declared",
+    "turnwise.devices",
+    "turnwise.errors",
+    "turnwise.plugins.registry",
+    "turnwise.ports",
+    "turnwise.rollout.worker",
+}
+"""What plugins share, without hooks of its own."""
 HOOKS = sorted(KINDS)
 HEAVY = {"torch", "transformers", "ray", "vllm", "sglang", "deepspeed", "gymnasium", "tensorboard", "matplotlib"}
 LATER = {"numpy", "cattrs", "omegaconf"}
@@ -41,8 +57,9 @@ def package(folder: Path) -> Path:
     return found
 
 
-def every_folder() -> Any:
-    return pytest.mark.parametrize("folder", FOLDERS, ids=[folder.name for folder in FOLDERS])
+def every_folder(libraries: bool = True) -> Any:
+    chosen = [folder for folder in FOLDERS if libraries or folder.name not in LIBRARIES]
+    return pytest.mark.parametrize("folder", chosen, ids=[folder.name for folder in chosen])
 
 
 def test_the_hooks_are_the_kinds() -> None:
@@ -91,10 +108,33 @@ def test_a_plugin_folder_is_complete(folder: Path) -> None:
     facts = project(folder)["project"]
     assert facts["name"] == f"turnwise-{folder.name.replace('_', '-')}"
     assert package(folder).name == f"turnwise_{folder.name.replace('-', '_')}"
-    assert facts["entry-points"]["turnwise"] == {folder.name.replace("-", "_"): package(folder).name}
+    hooks = {} if folder.name in LIBRARIES else {"turnwise": {folder.name.replace("-", "_"): package(folder).name}}
+    assert facts.get("entry-points", {}) == hooks
     assert facts["license"] == "Apache-2.0"
     core = next(Requirement(line) for line in facts["dependencies"] if Requirement(line).name == "turnwise")
     assert core.specifier.contains(project(ROOT / "core")["project"]["version"])
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=[folder.name for folder in FOLDERS])
+def test_a_plugin_imports_what_is_public_alone(folder: Path) -> None:
+    """Contracts, data and errors, and the few helpers that are written for plugins; the kit's fakes in fixtures of tests."""
+    for path in sorted((folder / "src").rglob("*.py")):
+        public = PUBLIC | ({"turnwise.testing"} if path.name == "fixtures.py" else set())
+        for line, name in imported(path):
+            module = next((known for known in public if name == known or name.startswith(f"{known}.")), None)
+            top = name.removeprefix("turnwise.") in TOP  # `from turnwise import hookimpl`
+            assert module or top or name == "turnwise", f"{path.relative_to(ROOT)}, line {line}: {name} is no public part of turnwise"
+
+
+def imported(path: Path) -> list[tuple[int, str]]:
+    """(line, dotted name) of what a file imports from the core, at the top or within a function."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return [(line, name) for line, name in found if name.split(".")[0] == "turnwise"]
 
 
 @every_folder()
@@ -103,14 +143,14 @@ def test_the_init_of_a_plugin_holds_hooks_only(folder: Path) -> None:
     assert ast.get_docstring(tree)
     for node in tree.body[1:]:
         if isinstance(node, ast.ImportFrom):
-            assert node.module in {"__future__", "turnwise", "turnwise.hookspecs"}, f"line {node.lineno} imports {node.module}"
+            assert node.module in {"__future__", "turnwise"}, f"line {node.lineno} imports {node.module}"
         else:
             assert isinstance(node, ast.FunctionDef), f"line {node.lineno} is no hook"
             assert node.name in KINDS
             assert [ast.unparse(decorator) for decorator in node.decorator_list] in (["hookimpl"], ["turnwise.hookimpl"])
 
 
-@every_folder()
+@every_folder(libraries=False)
 def test_every_implementation_of_a_plugin_says_what_it_is_and_can_be_imported_on_use(folder: Path) -> None:
     module = importlib.import_module(package(folder).name)
     records = [record for hook in HOOKS if hasattr(module, hook) for record in getattr(module, hook)()]
@@ -193,3 +233,58 @@ def test_the_list_of_plugins_takes_under_three_tenths_of_a_second_of_cpu() -> No
         if took[-1] < 0.3:
             return
     raise AssertionError(f"seconds of CPU: {took}")
+
+
+OPTIONAL = {
+    "capabilities": ("declared.py",),  # the one place that reads the records
+    "num_tasks": ("rollout/trial.py", "testing/contracts/environment.py"),  # an environment's, as are the next two
+    "close": ("rollout/trial.py", "testing/contracts/environment.py"),
+    "render": ("testing/contracts/environment.py",),
+}
+"""Members that an implementation may leave out, and where the core looks for them."""
+OF_PYTHON = {"__notes__", "besides", "__dict__", "__file__", "__await__", "_fields", "turnwise_impl", "register_resolver"}
+OF_PYTHON |= {"getpgid", "setsid", "killpg", "sched_getaffinity"}
+"""Members of Python's own objects and of libraries, which versions and platforms lack."""
+CORE = ROOT / "core" / "src" / "turnwise"
+
+
+def test_the_core_reads_no_undeclared_member_of_an_implementation() -> None:
+    found = []
+    for file in sorted(CORE.rglob("*.py")):
+        where = file.relative_to(CORE).as_posix()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")):
+                continue
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+            if name is not None and name not in OF_PYTHON and where not in OPTIONAL.get(str(name), ()):
+                found.append(f"{where}:{node.lineno}: {name}")
+    assert found == [], "declare it: a member of the contract's Protocol, or a field of its record of capabilities"
+
+
+NAMED = {
+    "config/schema.py": "the defaults of a run",
+    "config/docgen.py": "the page that explains choices",
+    "config/choices.py": "short names that the field has for the sizes of any strategy, and the option that collects an engine's arguments",
+}
+"""Files of the core that may name implementations; config/foreign holds the field's own keys."""
+
+
+def test_the_core_names_no_option_and_no_algorithm_of_a_plugin() -> None:
+    schema = {a.name for cls in vars(importlib.import_module("turnwise.config.schema")).values() if attrs.has(cls) for a in attrs.fields(cls)}
+    names: set[str] = set()
+    for entry in Registry.discover().entries():
+        if entry.distribution == "turnwise" or entry.kind in ("environment", "logger"):
+            continue
+        options = entry.config_class()
+        names |= {entry.name} | ({a.name for a in attrs.fields(options)} if options is not None else set())
+    names = {name for name in names - schema if "_" in name}  # one plain word may be anything
+    assert {"by_trajectory", "merge_steps", "dual_clip_c", "pg_clip", "step_reward_gamma", "base_url"} <= names
+    word = re.compile(rf"\b({'|'.join(sorted(names))})\b")
+    found = []
+    for file in sorted(CORE.rglob("*.py")):
+        where = file.relative_to(CORE).as_posix()
+        if where in NAMED or where.startswith(("config/foreign/", "testing/")):
+            continue
+        lines = file.read_text(encoding="utf-8").splitlines()
+        found += [f"{where}:{number}: {hit[0]}" for number, line in enumerate(lines, 1) for hit in [word.search(line)] if hit]
+    assert found == []

@@ -94,3 +94,12 @@ def test_an_example_of_an_engine_runs(name: str, make_run: Make) -> None:
     done = run.process("train", "run.yaml", *SMALL, *memory, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert_trained(run)
+
+
+def test_what_a_page_installs_of_turnwise_comes_from_wheels_or_folders() -> None:
+    """No package index has it. An extra of what is installed (`turnwise-torch[lora]`) needs neither, in a sentence about it."""
+    root = PLUGINS.parent
+    pages = [root / "README.md", *READMES, *sorted((root / "docs").rglob("*.md"))]
+    for page in pages:
+        for line in re.findall(r"^ *pip install.*turnwise.*$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            assert "--find-links dist " in line or " -e " in line or "./" in line, f"{page}: {line}"

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from turnwise.data.batch import Batch
-from turnwise.pipeline import loop
+from turnwise.pipeline import learner
 
 PATTERN = "<answer>(.*?)</answer>"
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "frozen_lake.yaml"
@@ -79,8 +79,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_of(make_run: Any, weights: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[Any, list[Batch]]:
     """The run of the main job with the two overrides, and the batches that it trained on."""
     batches: list[Batch] = []
-    build = loop.build_batch
-    monkeypatch.setattr(loop, "build_batch", lambda *args: batches.append(build(*args)) or batches[-1])
+    build = learner.build_batch
+    monkeypatch.setattr(learner, "build_batch", lambda *args: batches.append(build(*args)) or batches[-1])
     run = make_run("")
     result = run.command("train", str(EXAMPLE), f"pretrain={weights}", f"action_pattern='{PATTERN}'", *SIZES, *overrides)
     assert result.exit_code == 0, result.output + repr(result.exception)

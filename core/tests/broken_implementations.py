@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,10 +33,10 @@ from turnwise.testing.fakes import (
     FakeEnvironment,
     FakeEnvManager,
     FakeEstimator,
-    FakeHandle,
     FakeLogger,
     FakeLoss,
     FakeModelSource,
+    FakeRole,
     FakeRuntime,
     FakeStrategy,
 )
@@ -72,6 +73,12 @@ class SharesState(FakeEnvironment):
 class IgnoresSeed(FakeEnvironment):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
         return super().reset(seed=0, options=options)
+
+
+class SeedsOf31Bits(FakeEnvironment):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        (seed or 0).to_bytes(4, signed=True)  # as a library in C does
+        return super().reset(seed=seed, options=options)
 
 
 class RemembersEpisodes(FakeEnvironment):
@@ -113,6 +120,11 @@ class RaisesOnEmpty(FakeEnvironment):
         if not action:
             raise ValueError("no action")
         return super().step(action)
+
+
+class NeedsTheResponse(FakeEnvironment):
+    def step(self, action: str, response: Any) -> Step:  # type: ignore[override]
+        return super().step(response.text)
 
 
 class RendersFloats(FakeEnvironment):
@@ -321,18 +333,45 @@ class RepeatsRows(FakeEnvManager):
         return super().samples(trajectory) * 2
 
 
-class SilentHandle(FakeHandle):
-    async def call(self, method: str, *args: Any) -> Any:
+class SilentRole(FakeRole):
+    async def run(self, method: str, work: Any) -> Any:
         try:
-            return await super().call(method, *args)
+            return await super().run(method, work)
         except Exception:
             return None
 
 
 class SilentRuntime(FakeRuntime):
-    async def place(self, plan: Any) -> Any:
-        placed = await super().place(plan)
-        return SilentHandle(placed._target) if isinstance(placed, FakeHandle) else placed
+    async def train(self, plan: Any) -> Any:
+        placed = await super().train(plan)
+        return SilentRole(placed.strategy)
+
+
+class UnwatchedRole(FakeRole):
+    async def watch(self) -> None:
+        return None
+
+
+class UnwatchedRuntime(FakeRuntime):
+    async def train(self, plan: Any) -> Any:
+        placed = await super().train(plan)
+        return UnwatchedRole(placed.strategy)
+
+
+class PartialRole:
+    def __init__(self, role: Any) -> None:
+        self.logprobs, self.update = role.logprobs, role.update
+        self.close, self.load, self.save, self.offer, self.send, self.watch = role.close, role.load, role.save, role.offer, role.send, role.watch
+
+
+class PartialRuntime(FakeRuntime):
+    async def train(self, plan: Any) -> Any:
+        return PartialRole(await super().train(plan))
+
+
+class AbsentWorkers(FakeRuntime):
+    def executor(self, plans: Any, settings: Any, chat: Any, backend: Any) -> Any:
+        return SimpleNamespace(workers=0)
 
 
 class OpenChat(FakeChat):
@@ -347,8 +386,8 @@ class OpenSource(FakeModelSource):
 
 @hookimpl
 def environments() -> list[Implementation]:
-    made = [SeedsGlobally, DrawsGlobally, SharesState, IgnoresSeed, RemembersEpisodes, HoldsALambda]
-    return [Implementation(c.__name__, c) for c in [*made, RewardsNan, TellsLists, ClosesOnce, RaisesOnEmpty, RendersFloats]]
+    made = [SeedsGlobally, DrawsGlobally, SharesState, IgnoresSeed, SeedsOf31Bits, RemembersEpisodes, HoldsALambda]
+    return [Implementation(c.__name__, c) for c in [*made, RewardsNan, TellsLists, ClosesOnce, RaisesOnEmpty, NeedsTheResponse, RendersFloats]]
 
 
 @hookimpl
@@ -396,7 +435,7 @@ def env_managers() -> list[Implementation]:
 
 @hookimpl
 def runtimes() -> list[Implementation]:
-    return [Implementation("SilentRuntime", SilentRuntime)]
+    return [Implementation(c.__name__, c) for c in (SilentRuntime, UnwatchedRuntime, PartialRuntime, AbsentWorkers)]
 
 
 @hookimpl

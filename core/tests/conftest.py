@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from attrs import field, frozen, validators
 
 from turnwise import Implementation
 from turnwise.config import Loaded, load
+from turnwise.contracts.estimator import EstimatorCapabilities
+from turnwise.contracts.loss import LossCapabilities
+from turnwise.contracts.train import StrategyCapabilities
 from turnwise.data.normalise import RewardNormalization
+from turnwise.errors import Problem
 from turnwise.plugins import Entry, Registry, reset_registry
+from turnwise.testing.runs import FAKES, written
 
 BASE = """\
 max_steps: 10
@@ -44,6 +48,7 @@ class GigpoOptions:
     gamma: float = 0.95
     step_reward_gamma: float = 0.95
     step_reward_weight: float = 1.0
+    episode_reward_weight: float = 1.0
     reward_normalization: RewardNormalization | None = None
 
 
@@ -61,28 +66,29 @@ class GaeOptions:
 @frozen
 class PpoOptions:
     pg_clip: float = field(default=0.2, validator=validators.gt(0))
+    pg_clip_low: float | None = None
+    pg_clip_high: float | None = None
     dual_clip_loss: bool = False
     dual_clip_c: float | None = None
+
+    def check(self, run: Any) -> Iterator[Problem]:
+        if self.dual_clip_c is not None and not self.dual_clip_loss:
+            yield Problem("dual_clip_c", "has no effect: dual_clip_loss is false", warning=True)
 
 
 @frozen
 class VanillaOptions:
-    uses_ratio = False
+    capabilities = LossCapabilities(uses_ratio=False)
 
 
 @frozen
 class GspoOptions:
     gspo_level: str = "segment"
 
-    @property
-    def depends_on_rows(self) -> bool:
-        return self.gspo_level == "sample"
-
 
 @frozen
 class DppoOptions:
-    own_ratio = True
-    needs_infer_log_probs = True
+    capabilities = LossCapabilities(own_ratio=True, needs_infer_log_probs=True)
 
 
 @frozen
@@ -91,6 +97,10 @@ class TrainerOptions:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     betas: tuple[float, float] = (0.9, 0.999)
+
+    @property
+    def capabilities(self) -> StrategyCapabilities:
+        return StrategyCapabilities(data_parallel_size=self.data_parallel_size)
 
     def data_parallel_size(self, world: int) -> int:
         if world % self.tensor_model_parallel_size:
@@ -133,12 +143,11 @@ class Lake:
 
 
 class Gae:
-    needs = frozenset({"values"})
+    capabilities = EstimatorCapabilities(needs=frozenset({"values"}))
 
 
 class Grpo:
-    needs: frozenset[str] = frozenset()
-    compares_in_groups = True
+    capabilities = EstimatorCapabilities(compares_in_groups=True)
 
 
 class Wall:
@@ -201,32 +210,7 @@ def run_yaml(tmp_path: Path, fake_registry: Registry, monkeypatch: pytest.Monkey
     return run
 
 
-TOY = """\
-exp_name: toy
-plugins: [turnwise.testing.plugin, ./players.py]
-output_dir: out
-seed: 1
-max_steps: 3
-rollout_batch_size: 4
-sequence_length: 64
-model_source: fake
-pretrain: fake
-adv_estimator: fake
-pg_variant: fake
-batch_adjust_mode: fake
-track_with: [fake]
-eval_steps: 2
-actor_train:
-  training_args: {learning_rate: 5.0, per_device_train_batch_size: 2}
-  strategy_args: {strategy_name: fake}
-actor_infer:
-  generating_args: {max_new_tokens: 4}
-  strategy_args: {strategy_name: fake}
-train_env_manager: {num_env_groups: 2, group_size: 2, tags: [Toy]}
-val_env_manager: {num_env_groups: 3, group_size: 1, tags: [Toy]}
-custom_envs:
-  Toy: {env_type: fake, env_manager: fake, max_steps: 3, step: inline}
-"""
+TOY = {**FAKES, "exp_name": "toy", "plugins": ["turnwise.testing.plugin", "./players.py"]}
 
 PLAYERS = """\
 import turnwise
@@ -257,9 +241,8 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     reset_registry()
 
     def write(name: str = "toy.yaml", **changes: Any) -> Path:
-        keys = yaml.safe_load(TOY) | changes
         path = tmp_path / name
-        path.write_text(yaml.safe_dump({k: v for k, v in keys.items() if v is not None}, sort_keys=False), encoding="utf-8")
+        path.write_text(written(TOY, changes), encoding="utf-8")
         return path
 
     yield write

@@ -60,7 +60,7 @@ def to_go(values: list[float], gamma: float) -> list[float]:
 class TokenReturns:
     """Rewards to go over sampled tokens: an estimator that reads `token_level_rewards` less the penalty."""
 
-    needs: frozenset[str] = frozenset()
+    normalization: RewardNormalization | None = None
     token_rewards = True
     whiten = True
     gamma = 0.9
@@ -79,7 +79,7 @@ class Given:
     values: np.ndarray
     whiten: bool = False
     token_rewards: bool = False
-    needs: frozenset[str] = frozenset()
+    normalization: RewardNormalization | None = None
 
     def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         out = np.full(len(batch.tokens), 77.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Awaitable, Callable
@@ -14,7 +15,8 @@ import pytest
 
 from turnwise.errors import CheckpointError, EngineError
 from turnwise.pipeline import checkpoint
-from turnwise.pipeline.checkpoint import MANIFEST, listed, prune, read, set_aside, step_of, to_resume
+from turnwise.pipeline.checkpoint import prune, set_aside
+from turnwise.planning.resume import MANIFEST, differences, listed, read, step_of, to_resume
 
 STATE = {"kl_coef": 0.25, "scheduler": {"queue": []}}
 Write = Callable[[Path], Awaitable[None]]
@@ -49,7 +51,7 @@ def test_what_was_saved_is_read_again(tmp_path: Path) -> None:
     assert (got.folder, got.step, dict(got.state)) == (folder, 7, {"kl_coef": 0.1, "nan": float("inf"), "deep": [{"x": 1}]})
     assert (folder / "actor_train" / "weights").read_bytes() == b"12345"
     manifest = json.loads((folder / MANIFEST).read_text())
-    assert manifest["files"] == {"actor_train/weights": 5}
+    assert manifest["files"] == {"actor_train/weights": {"size": 5, "sha256": hashlib.sha256(b"12345").hexdigest()}}
     assert left_in(folder.parent) == ["checkpoint-000007"]
 
 
@@ -195,6 +197,21 @@ def test_pruning_keeps_the_newest(tmp_path: Path, keep: int | None, left: list[i
     assert [step_of(p) for p in listed(tmp_path)] == left
 
 
+def test_a_flipped_bit_is_damage(tmp_path: Path) -> None:
+    folder = saved(tmp_path, 1)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for name in manifest["files"]:
+        path = folder / name
+        before = path.read_bytes()
+        if before:
+            path.write_bytes(bytes([before[0] ^ 1]) + before[1:])
+            assert read(folder, contents=False).step == 1  # its size is what it was
+            with pytest.raises(CheckpointError, match=f"is damaged: the contents of {name} are not what was written"):
+                read(folder)
+            path.write_bytes(before)
+    assert read(folder).step == 1
+
+
 # ---------------------------------------------------------------- a run in the folder of another
 
 
@@ -231,5 +248,5 @@ def test_a_run_resumed_from_another_folder_keeps_nothing_that_lies_in_its_own(tm
 def test_settings_that_a_resumed_run_changes_are_told_and_where_it_writes_is_not() -> None:
     before = {"seed": 1, "max_steps": 4, "actor_train": {"training_args": {"learning_rate": 1.0}}, "output_dir": "a"}
     now = {"seed": 2, "max_steps": 8, "actor_train": {"training_args": {"learning_rate": 0.5}}, "output_dir": "b", "a_newer_key": 1}
-    assert checkpoint.differences(before, now) == ["$.actor_train.training_args.learning_rate was 1.0, is 0.5", "$.seed was 1, is 2"]
-    assert checkpoint.differences(before, before) == []
+    assert differences(before, now) == ["$.actor_train.training_args.learning_rate was 1.0, is 0.5", "$.seed was 1, is 2"]
+    assert differences(before, before) == []

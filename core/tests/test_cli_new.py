@@ -21,7 +21,8 @@ from turnwise.plugins import Registry
 
 def python(folder: Path, *arguments: str) -> str:
     """Run a Python in the distribution's folder with its sources on the path; its output, after it ended well."""
-    environment = os.environ | {"PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(folder / "src"), os.environ.get("PYTHONPATH"))))  # Turnwise itself may be there, not installed
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -101,13 +101,6 @@ def test_debug_shows_where_an_error_comes_from(toy: Toy) -> None:
     assert isinstance(got.exception, ConfigError)
 
 
-def test_a_missing_plugin_stops_everything_with_the_command_that_installs_it(toy: Toy) -> None:
-    for command in ("train", "check", "eval", "rollout"):
-        got = turnwise(command, toy(plugins=["turnwise.testing.plugin", "./players.py", "turnwise-zzz>=2"]))
-        assert got.exit_code == 2
-        assert "'turnwise-zzz' is not installed. Fix: pip install 'turnwise-zzz>=2'" in got.stderr
-
-
 def test_plan_takes_the_times_of_an_earlier_run(toy: Toy) -> None:
     path = toy(track_with=["jsonl"])
     assert turnwise("train", path).exit_code == 0
@@ -123,11 +116,12 @@ def test_plan_needs_neither_the_environment_nor_every_plugin(toy: Toy) -> None:
     got = turnwise("plan", toy(plugins=["turnwise.testing.plugin", "./players.py", "turnwise-zzz>=2"], custom_envs=absent, async_generation_ratio=1))
     assert got.exit_code == 0
     lines = got.stderr.splitlines()
-    assert any(line.startswith("warning: ") and "pip install 'turnwise-zzz>=2'" in line for line in lines)
+    assert any(line.startswith("warning: ") and "pip install --find-links dist 'turnwise-zzz>=2'" in line for line in lines)
     assert any(line.startswith("warning: ") and "no environment is named 'not_here'" in line for line in lines)
     assert any(line.startswith("warning: ") and "asynchronous training is not supported by this version" in line for line in lines)
     check = turnwise("check", toy(custom_envs=absent, async_generation_ratio=1))
-    assert check.exit_code == 3
+    assert check.exit_code == 2
+    assert [line.partition(": ")[0] for line in check.stderr.splitlines() if not line.startswith("note: ")] == ["config", "config"]
     assert "asynchronous training is not supported by this version" in check.stderr
     assert "no environment is named 'not_here'" in check.stderr
     broken = turnwise("plan", toy(plugins=["turnwise.testing.plugin", "./players.py", "./absent.py"]))
@@ -257,12 +251,14 @@ def test_the_plan_of_a_small_file_as_text_and_as_json(toy: Toy) -> None:
     assert got.exit_code == 0
     assert "batch          2 groups × 2 = 4 trajectories a step\n" in got.stdout
     assert "updates        4 a step, 20 in 5 steps\n" in got.stdout
-    assert "note: loss_agg_mode = token-mean (ROLL's default is seq-mean-token-mean)\n" in got.stdout
+    assert "ROLL" not in got.stdout  # this file has no key of another framework
     assert got.stderr == ""
-    values = json.loads(turnwise("plan", toy(**NOTED), "--json", "max_steps=5").stdout)
+    field = turnwise("plan", toy(rpc_timeout=60))
+    assert "note: loss_agg_mode = token-mean (ROLL's default is seq-mean-token-mean)\n" in field.stdout
+    values = json.loads(turnwise("plan", toy(**NOTED, rpc_timeout=60), "--json", "max_steps=5").stdout)
     assert (values["updates"], values["trajectories"], values["evaluations"], values["evaluation_trajectories"]) == ([10, 10], 20, 3, 9)
     assert values["learning_rate"] == {"start": 5.0, "middle": 5.0, "end": 5.0}
-    assert NOTE in values["notes"][0]
+    assert any(NOTE in note for note in values["notes"])
     assert values["notes"][-1].startswith("loss_agg_mode = token-mean")
     assert WARNING in values["warnings"][0]
 
@@ -280,7 +276,8 @@ def test_check_sorts_its_findings_and_the_configuration_comes_first(toy: Toy, tm
     got = turnwise("check", path, "output_dir=file", "actor_train.training_args.lr_scheduler_type=cosin")
     assert got.exit_code == 2
     config, machine = got.stderr.splitlines()
-    assert config.startswith("config: $.actor_train.training_args.lr_scheduler_type: 'cosin' is unknown. Did you mean 'cosine'?")
+    place = "override 'actor_train.training_args.lr_scheduler_type=cosin': $.actor_train.training_args.lr_scheduler_type"
+    assert config.startswith(f"config: {place}: 'cosin' is unknown. Did you mean 'cosine'?")
     assert machine == f"machine: output_dir: {tmp_path / 'file'} is not a folder. Fix: choose another output_dir"
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "__pycache__") == ["file", "players.py", "toy.yaml"]
 
@@ -481,3 +478,12 @@ def test_test_plugin_without_pytest_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "turnwise.testing.kit", None)
     got = turnwise("test-plugin", "first")
     assert (got.exit_code, got.stderr) == (3, "error: test-plugin needs pytest and hypothesis. Fix: pip install 'turnwise[testing]'.\n")
+
+
+def test_a_key_that_preflight_finds_at_fault_has_its_file_and_line(toy: Toy, tmp_path: Path) -> None:
+    path = toy(actor_train={"strategy_args": {"strategy_name": "fake"}, "device_mapping": [0, 1]})
+    line = 1 + path.read_text().splitlines().index("  device_mapping:")
+    for command, label in (("check", "config"), ("train", "error")):
+        got = turnwise(command, path)
+        assert got.exit_code == 2
+        assert f"{label}: {path}:{line}: $.actor_train.device_mapping: 2 devices are as many training processes" in got.stderr

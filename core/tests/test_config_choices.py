@@ -67,7 +67,7 @@ def test_options_that_the_strategy_does_not_know_are_its_engines(run_yaml: Run) 
         (["custom_envs.Lake.env_manager=step"], "no env manager is named 'step'. Did you mean 'stepwise'?"),
         (["plugins=[turnwise-nowhere, turnwise-elsewhere>=2]"],
          "$.plugins: 'turnwise-nowhere' is not installed; 'turnwise-elsewhere' is not installed. "
-         "Fix: pip install 'turnwise-nowhere' 'turnwise-elsewhere>=2'"),
+         "Fix: pip install --find-links dist 'turnwise-nowhere' 'turnwise-elsewhere>=2'"),
         (["plugins=[./not_there.py]"], "$.plugins: the file './not_there.py' does not exist"),
         (["algorithm={pg_clip: 1}"], "$.algorithm: unknown key 'algorithm'"),
     ],
@@ -93,7 +93,7 @@ def test_a_file_under_plugins_is_found_beside_the_yaml(run_yaml: Run) -> None:
     text = "  Mine: {env_type: mine, env_config: {depth: 2}}\nplugins: [./my_env.py]\n"
     assert run_yaml(text, "train_env_manager.tags=[Mine]").config.custom_envs["Mine"].env_config == {"depth": 2}
     assert problems(run_yaml, text.replace("depth", "height"), "train_env_manager.tags=[Mine]") == [
-        "run.yaml:16: $.custom_envs.Mine.env_config.height: environment 'mine' has no option 'height'. Its options: depth."
+        "run.yaml:16: $.custom_envs.Mine.env_config.height: environment 'mine' has no option 'height'. Its options: depth. Fix: correct or remove it."
     ]
 
 

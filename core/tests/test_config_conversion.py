@@ -58,7 +58,7 @@ BAD: list[tuple[str, Any, tuple[Any, ...], str]] = [
     ("whole", None, ("whole",), "None is empty (null)"),
     ("number", "1e-6", ("number",), "'1e-6' is text, a number is needed"),
     ("number", True, ("number",), "a number is needed"),
-    ("number", float("nan"), ("number",), "nan is a number, a number is needed. Fix: write a number that is one"),
+    ("number", float("nan"), ("number",), "nan is not a number, which a number has to be. Fix: "),
     ("flag", 1, ("flag",), "true or false is needed"),
     ("flag", "true", ("flag",), "true or false is needed"),
     ("text", 8, ("text",), "8 is a whole number, text is needed. Fix: put it in quotes"),

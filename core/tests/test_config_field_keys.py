@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from turnwise.config import Loaded, to_plain
-from turnwise.config.report import at
+from turnwise.config.problems import at
 from turnwise.config.schema import CoefRange, CustomEnv, EnvManagerConfig, ModelArgs, Role, RunConfig, TrainingArgs
 from turnwise.contracts.inference import GeneratingArgs
 from turnwise.data.normalise import RewardNormalization
@@ -35,6 +35,9 @@ USED: list[tuple[str, list[str], Any]] = [  # path in the configuration, overrid
     ("logging_steps", ["logging_steps=4"], 4),
     ("eval_steps", ["eval_steps=4", VAL], 4),
     ("eval_at_end", ["eval_at_end=false"], False),
+    ("custom_envs.Lake.samplers", ["custom_envs.Lake.samplers={opponent: random}"], {"opponent": {"use": "random"}}),
+    ("max_skipped_updates", ["max_skipped_updates=2"], 2),
+    ("trust_remote_code", ["trust_remote_code=true"], True),
     ("resume_from_checkpoint", ["resume_from_checkpoint=true"], True),
     ("resume_from_checkpoint", ["resume_from_checkpoint=runs/x"], "runs/x"),
     ("max_ckpt_to_keep", ["max_ckpt_to_keep=2"], 2),
@@ -157,6 +160,7 @@ USED: list[tuple[str, list[str], Any]] = [  # path in the configuration, overrid
     ("custom_envs.Lake.max_steps", ["custom_envs.Lake.max_steps=7"], 7),
     ("custom_envs.Lake.max_env_step_concurrent", ["custom_envs.Lake.max_env_step_concurrent=2"], 2),
     ("custom_envs.Lake.step", ["custom_envs.Lake.step=inline"], "inline"),
+    ("custom_envs.Lake.samplers", ["custom_envs.Lake.samplers={}"], {}),
     ("custom_envs.Lake.env_manager.history_length", ["custom_envs.Lake.env_manager={use: stepwise, history_length: 3}"], 3),
     ("rollout_mock.mode", ["rollout_mock={enable: true, mode: mock, dump_dir: d}"], "mock"),
     ("rollout_mock.dump_dir", ["rollout_mock={enable: true, dump_dir: d}"], "d"),
@@ -239,7 +243,7 @@ REFUSED: list[tuple[str, list[str], str]] = [  # the key, overrides, the message
      "'turn' is none of 'token', 'segment'"),
     ("train_infer_correction.is_weights", ["train_infer_correction={is_weights: {}}"], "unknown key 'is_weights'. Did you mean 'is_weight'?"),
     ("rollout_mock", ["rollout_mock.enable=true"], "not where the rollouts are. Fix: rollout_mock: {enable: true, mode: dump, dump_dir: FOLDER}"),
-    (f"{TRAIN}.model_args.lora_rank", [f"{TRAIN}.model_args.lora_rank=0"], "0: lora_rank must be positive"),
+    (f"{TRAIN}.model_args.lora_rank", [f"{TRAIN}.model_args.lora_rank=-1"], "-1: lora_rank must be positive"),
     (f"{TRAIN}.model_args.lora_alpha", [f"{TRAIN}.model_args.lora_rank=8", f"{TRAIN}.model_args.lora_alpha=-1"], "lora_alpha must be positive"),
     (f"{TRAIN}.freeze_module_prefix", [f"{TRAIN}.freeze_module_prefix=[visual]", f"{TRAIN}.model_args.freeze_module_prefix=[model]"],
      "['visual'] here, and ['model'] at $.actor_train.model_args.freeze_module_prefix: the same setting twice"),

@@ -12,16 +12,20 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from turnwise.config.schema import Choice, CorrectionFilter, EnvManagerConfig, ImportanceWeight, Role, RunConfig, TrainInferCorrection
+from turnwise.config.schema import Choice, CorrectionFilter, EnvManagerConfig, ImportanceWeight, ModelArgs, Role, RunConfig, TrainInferCorrection
 from turnwise.contracts.batch_adjust import PlannedUpdate
+from turnwise.contracts.loss import LossCapabilities
 from turnwise.data.batch import Batch
 from turnwise.errors import ConfigError
-from turnwise.pipeline.correction import compared, corrected
+from turnwise.pipeline.correction import Gap, compared, corrected
 from turnwise.pipeline.old_logprobs import OldLogProbs
 from turnwise.pipeline.updates import updates
 from turnwise.testing.synthetic import batch_of, one_row, row_per_turn, trajectories
 
 LEVELS = ("token", "segment", "geometric", "sequence")
+
+
+FP32 = Role(model_args=ModelArgs(dtype="fp32"))
 
 
 def settings(weight: ImportanceWeight | None = None, *filters: CorrectionFilter, **changes: Any) -> RunConfig:
@@ -56,7 +60,7 @@ def slow(batch: Batch, level: str) -> tuple[list[float], list[float]]:
         share = 1 if level == "sequence" else len(mine)
         ours, theirs = sum(r[2] for r in mine) / share, sum(r[3] for r in mine) / share
         ratios.append(math.exp(max(-20, min(20, ours - theirs))))
-        differences.append(math.exp(ours) - math.exp(theirs))
+        differences.append(sum(math.exp(r[2]) - math.exp(r[3]) for r in mine) / share)
     return ratios, differences
 
 
@@ -77,6 +81,16 @@ def test_the_weight_is_the_clipped_ratio_at_its_level(level: Any, low: float | N
     expected = np.clip(slow(batch, level)[0], low or 0.0, math.inf if high is None else high)
     np.testing.assert_allclose(weight, expected, rtol=1e-6)
     assert keep.all()
+
+
+def test_differences_are_of_tokens_probabilities_and_aggregated_afterwards() -> None:
+    batch = gapped()
+    half, third = np.full(len(batch.tokens), math.log(0.5)), np.full(len(batch.tokens), math.log(0.3))
+    gap = Gap(batch.with_tokens(old_log_probs=half, infer_log_probs=third))
+    owner = batch.tokens["trajectory"][batch.sampled]
+    for level in ("token", "segment", "geometric"):
+        np.testing.assert_allclose(gap.difference(level), 0.2, rtol=1e-12)
+    np.testing.assert_allclose(gap.difference("sequence"), 0.2 * np.bincount(owner)[owner], rtol=1e-12)  # two tokens: .4
 
 
 @examples(max_examples=40)
@@ -185,11 +199,11 @@ def test_a_correction_reads_old_log_probs_so_they_are_recomputed_even_for_one_up
 
 def test_old_log_probs_that_are_the_samplers_leave_nothing_to_correct() -> None:
     with pytest.raises(ConfigError, match=r"^train_infer_correction compares old log-probs .* Fix: recompute_old_logprobs: true"):
-        asyncio.run(OldLogProbs(settings(ON), shared=True).add(gapped(), Untouched(), updates=1, version=0))
+        asyncio.run(OldLogProbs(settings(ON, actor_train=FP32), shared=True).add(gapped(), Untouched(), updates=1, version=0))
 
 
 class NeedsSampler:
-    needs_infer_log_probs = True
+    capabilities = LossCapabilities(needs_infer_log_probs=True)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from attrs import evolve, frozen
 
 from turnwise.config.schema import Choice, CustomEnv, EnvManagerConfig, ModelArgs, Role, RunConfig, TrainingArgs
 from turnwise.contracts.inference import GeneratingArgs
+from turnwise.contracts.train import StrategyCapabilities
 from turnwise.errors import ConfigError
-from turnwise.pipeline import estimates
-from turnwise.pipeline.facts import find_config, read_facts
+from turnwise.planning import estimates
+from turnwise.planning.facts import find_config, read_facts
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -25,6 +26,10 @@ COUNT = 2 * 10 * 8 + 2 * LAYER + 8
 
 @frozen
 class Sharded:
+    @property
+    def capabilities(self) -> StrategyCapabilities:
+        return StrategyCapabilities(data_parallel_size=self.data_parallel_size, memory=self.memory)
+
     def data_parallel_size(self, world: int) -> int:
         return world
 

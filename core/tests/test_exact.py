@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import math
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -68,6 +70,44 @@ def test_a_trajectory_and_its_samples_come_back_whole() -> None:
     trajectory = Trajectory("T", 3, 1, 2**70, (turn,), "length", success=None, images=(np.ones((2, 2, 3), np.uint8),), metrics={"a": 1.0})
     sample = Sample(int32([1, 2, 3]), np.array([False, False, True]), int32([-1, -1, 0]), None, int32([-1, -1, 4]), (0,), {"c": np.zeros((3, 2))})
     assert same(decode(*encode([trajectory, [sample]])), [trajectory, [sample]])
+
+
+class Place(NamedTuple):
+    row: int
+    way: tuple[int, ...]
+
+
+class Way(enum.IntEnum):
+    UP = 1
+
+
+class Names(frozenset[str]):
+    pass
+
+
+@pytest.mark.parametrize("value", [Place(1, (2, 3)), {Place(0, ()): Way.UP}, (Place(1, ()), Way.UP), Names("ab"), OrderedDict(a=Place(2, (1,)))])
+def test_what_derives_from_a_plain_type_comes_back_equal_to_what_it_was(value: Any) -> None:
+    turn = Turn(int32([1]), int32([2]), np.array([True]), None, int32([0]), 0.0, anchor=value)
+    back = decode(*encode(turn)).anchor
+    assert back == value
+    if not isinstance(value, dict):
+        assert hash(back) == hash(value)  # it groups with the same states
+
+
+def test_a_namedtuple_keeps_its_class_and_where_that_is_gone_its_name_and_fields() -> None:
+    text, arrays = encode([Place(1, ()), Place(2, (Place(3, ()),))])
+    assert [type(one) for one in decode(text, arrays)] == [Place, Place]
+    gone = [decode(text.replace(b"test_exact", b"nowhere"), arrays) for _ in range(2)]
+    (first, _), (again, _) = gone
+    assert (type(first).__name__, first._fields, first) == ("Place", ("row", "way"), (1, ()))
+    assert type(first) is type(again)
+    assert type(first) is not Place
+
+
+@pytest.mark.parametrize("fields", [["class"], ["a", "a"], [1], "ab"])
+def test_a_namedtuple_that_cannot_be_is_an_error(fields: Any) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 (the library words one of them)
+        decode(json.dumps({"named": ["nowhere", "Some", fields, [1]]}).encode(), b"")
 
 
 def test_data_that_looks_like_the_format_stays_data() -> None:

@@ -11,17 +11,16 @@ from typing import Any, ClassVar
 
 import pytest
 
-from turnwise.contracts.runtime import RolePlan, RuntimeContext
+from turnwise.contracts.runtime import RuntimeContext, ServePlan, TrainPlan
 from turnwise.errors import PluginError, TrainerError
 from turnwise.hookspecs import Implementation
-from turnwise.pipeline.local import LocalHandle, LocalRuntime
+from turnwise.pipeline.local import LocalRole, LocalRuntime
 from turnwise.plugins import Entry, registry, reset_registry
 
 
 class Worker:
     """A strategy with methods that answer, raise, or wait for `gate`."""
 
-    transports = ("shared",)
     closed: ClassVar[list[str]] = []
     gate = threading.Event()
 
@@ -66,8 +65,8 @@ def _registry() -> Iterator[None]:
     reset_registry()
 
 
-def plan(context: str = "w", role: str = "actor_train") -> RolePlan:
-    return RolePlan(role, "train_strategy", "worker", None, context)
+def plan(context: Any = "w", role: str = "actor_train") -> TrainPlan:
+    return TrainPlan(role, "worker", None, context)
 
 
 def runtime(timeout: float = 30.0) -> LocalRuntime:
@@ -89,10 +88,9 @@ def ended(role: str = "actor_train") -> bool:
 def test_everything_of_a_strategy_happens_on_its_own_thread() -> None:
     async def run() -> None:
         here = runtime()
-        handle = await here.place(plan())
-        assert await handle.call("where") == ("turnwise-actor_train",) * 2
-        assert await handle.call("add", 2, 3) == 5
-        assert handle.transports == ("shared",)
+        role = await here.train(plan())
+        assert await role.run("where", lambda worker: worker.where()) == ("turnwise-actor_train",) * 2
+        assert await role.run("add", lambda worker: worker.add(2, 3)) == 5
         await here.close()
 
     asyncio.run(run())
@@ -102,9 +100,9 @@ def test_everything_of_a_strategy_happens_on_its_own_thread() -> None:
 def test_the_event_loop_stays_free_while_a_strategy_works() -> None:
     async def run() -> None:
         here = runtime()
-        handle = await here.place(plan())
-        waiting = asyncio.ensure_future(handle.call("wait"))
-        later = asyncio.ensure_future(handle.call("add", 1, 1))
+        role = await here.train(plan())
+        waiting = asyncio.ensure_future(role.run("wait", lambda worker: worker.wait()))
+        later = asyncio.ensure_future(role.run("add", lambda worker: worker.add(1, 1)))
         await asyncio.sleep(0.02)
         assert not waiting.done()
         assert not later.done()  # calls run one after the other
@@ -120,11 +118,11 @@ def test_the_event_loop_stays_free_while_a_strategy_works() -> None:
 def test_an_exception_is_raised_where_it_was_called_and_the_role_lives_on(raised: Exception) -> None:
     async def run() -> None:
         here = runtime()
-        handle = await here.place(plan())
+        role = await here.train(plan())
         with pytest.raises(type(raised)) as caught:
-            await handle.call("fail", raised)
+            await role.run("fail", lambda worker: worker.fail(raised))
         assert caught.value is raised
-        assert await handle.call("add", 1, 2) == 3
+        assert await role.run("add", lambda worker: worker.add(1, 2)) == 3
         await here.close()
 
     asyncio.run(run())
@@ -134,11 +132,11 @@ def test_an_exception_is_raised_where_it_was_called_and_the_role_lives_on(raised
 def test_what_futures_cannot_carry_is_still_an_error() -> None:
     async def run() -> None:
         here = runtime()
-        handle = await here.place(plan())
+        role = await here.train(plan())
         with pytest.raises(RuntimeError, match="StopIteration"):
-            await handle.call("fail", StopIteration())
+            await role.run("fail", lambda worker: worker.fail(StopIteration()))
         with pytest.raises(AttributeError):
-            await handle.call("no_such_method")
+            await role.run("no_such_method", lambda worker: worker.no_such_method())
         await here.close()
 
     asyncio.run(run())
@@ -147,9 +145,9 @@ def test_what_futures_cannot_carry_is_still_an_error() -> None:
 def test_a_call_past_the_timeout_names_role_and_method_and_closing_does_not_wait_for_it() -> None:
     async def run() -> None:
         here = runtime(timeout=0.05)
-        handle = await here.place(plan(role="critic"))
+        role = await here.train(plan(role="critic"))
         with pytest.raises(TrainerError, match=r"^critic: wait did not end within runtime_timeout = 0\.05 s\. Fix: raise runtime_timeout, or lower"):
-            await handle.call("wait")
+            await role.run("wait", lambda worker: worker.wait())
         await here.close()  # waiting for it would be another timeout
 
     asyncio.run(run())
@@ -161,8 +159,8 @@ def test_a_call_past_the_timeout_names_role_and_method_and_closing_does_not_wait
 def test_a_cancelled_call_leaves_the_strategy_behind_at_once() -> None:
     async def run() -> None:
         here = runtime()
-        handle = await here.place(plan())
-        call = asyncio.ensure_future(handle.call("wait"))
+        role = await here.train(plan())
+        call = asyncio.ensure_future(role.run("wait", lambda worker: worker.wait()))
         await asyncio.sleep(0.01)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -174,27 +172,47 @@ def test_a_cancelled_call_leaves_the_strategy_behind_at_once() -> None:
     assert ended()
 
 
-def test_a_strategy_that_cannot_be_built_is_told_and_leaves_no_thread() -> None:
+def test_after_a_call_that_was_given_up_the_next_waits_for_its_end_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turnwise.pipeline.local.GRACE_SECONDS", 0.2)
+    asked = threading.Event()
+
+    async def run() -> None:
+        role = LocalRole("actor_train", 60.0)
+        role._strategy = object()  # type: ignore[assignment]
+        given_up = asyncio.ensure_future(role.run("send", lambda strategy: asked.wait(30)))
+        await asyncio.sleep(0.05)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        with pytest.raises(TrainerError, match="actor_train: save cannot begin, for an earlier call still runs"):
+            await role.run("save", lambda strategy: "saved")
+        asked.set()
+        assert await role.run("save", lambda strategy: "saved") == "saved"
+        role._work.put(None)
+
+    asyncio.run(run())
+
+
+def test_a_strategy_that_cannot_be_built_is_a_plugins_fault_and_leaves_no_thread() -> None:
     async def run() -> None:
         here = runtime()
-        with pytest.raises(RuntimeError, match="cannot be built"):
-            await here.place(plan("broken"))
+        with pytest.raises(PluginError, match="cannot be built: RuntimeError: cannot be built"):
+            await here.train(plan("broken"))
         with pytest.raises(PluginError, match="no train strategy is named 'nothing'"):
-            await here.place(RolePlan("actor_train", "train_strategy", "nothing", None, None))
+            await here.train(TrainPlan("actor_train", "nothing", None, None))
         await here.close()
 
     asyncio.run(run())
     assert ended()
 
 
-def test_handles_and_runtime_close_twice_and_a_closed_role_says_so() -> None:
+def test_roles_and_runtime_close_twice_and_a_closed_role_says_so() -> None:
     async def run() -> None:
         here = runtime()
-        handle = await here.place(plan())
+        role = await here.train(plan())
         for _ in range(2):
-            await handle.close()
+            await role.close()
         with pytest.raises(TrainerError, match="actor_train: add was called after close"):
-            await asyncio.wait_for(handle.call("add", 1, 2), 1)
+            await asyncio.wait_for(role.run("add", lambda worker: worker.add(1, 2)), 1)
         for _ in range(2):
             await here.close()
 
@@ -206,9 +224,9 @@ def test_handles_and_runtime_close_twice_and_a_closed_role_says_so() -> None:
 def test_roles_close_in_reverse_and_one_that_fails_keeps_none_open() -> None:
     async def run() -> None:
         here = runtime()
-        await here.place(plan("first"))
-        await here.place(RolePlan("actor_infer", "inference_backend", "backend", None, "second"))
-        await here.place(plan("stubborn"))
+        await here.train(plan("first"))
+        await here.serve(ServePlan("actor_infer", "backend", None, "second"))
+        await here.train(plan("stubborn"))
         with pytest.raises(OSError, match="will not close"):
             await here.close()
         await here.close()
@@ -221,12 +239,12 @@ def test_roles_close_in_reverse_and_one_that_fails_keeps_none_open() -> None:
 def test_a_backend_is_placed_as_it_is_in_this_thread() -> None:
     async def run() -> None:
         here = runtime()
-        placed = await here.place(RolePlan("actor_infer", "inference_backend", "backend", None, "b"))
+        placed = await here.serve(ServePlan("actor_infer", "backend", None, "b"))
         assert isinstance(placed, Backend)
         assert placed.built_on == threading.current_thread().name
         await here.close()
 
-    assert LocalRuntime.one_process
+    assert LocalRuntime.capabilities.one_process
     asyncio.run(run())
 
 
@@ -244,8 +262,8 @@ def test_environment_variables_of_roles_are_there_when_they_are_built_and_gone_a
 
     async def run() -> None:
         here = runtime()
-        await here.place(RolePlan("actor_train", "train_strategy", "curious", None, "a", environment={"OF_THE_SHELL": "role", "OF_THE_ROLE": "1"}))
-        await here.place(RolePlan("reference", "train_strategy", "curious", None, "b", environment={"OF_THE_SHELL": "role"}))
+        await here.train(TrainPlan("actor_train", "curious", None, "a", environment={"OF_THE_SHELL": "role", "OF_THE_ROLE": "1"}))
+        await here.train(TrainPlan("reference", "curious", None, "b", environment={"OF_THE_SHELL": "role"}))
         await here.close()
 
     asyncio.run(run())
@@ -254,8 +272,20 @@ def test_environment_variables_of_roles_are_there_when_they_are_built_and_gone_a
     assert "OF_THE_ROLE" not in os.environ
 
 
-def test_a_handle_serves_several_event_loops_in_turn() -> None:
-    handle = asyncio.run(LocalHandle(plan(), 30.0).start())
-    assert asyncio.run(handle.call("add", 2, 2)) == 4
-    asyncio.run(handle.close())
+def test_the_watch_of_a_role_in_this_process_never_ends() -> None:
+    async def run() -> None:
+        here = runtime()
+        watch = asyncio.ensure_future((await here.train(plan())).watch())
+        await asyncio.wait([watch], timeout=0.05)
+        assert not watch.done()
+        watch.cancel()
+        await here.close()
+
+    asyncio.run(run())
+
+
+def test_a_role_serves_several_event_loops_in_turn() -> None:
+    role = asyncio.run(LocalRole.start(plan(), 30.0))
+    assert asyncio.run(role.run("add", lambda worker: worker.add(2, 2))) == 4
+    asyncio.run(role.close())
     assert ended()

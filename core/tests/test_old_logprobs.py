@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from turnwise.config.schema import EnvManagerConfig, RunConfig
+from turnwise.config.schema import EnvManagerConfig, ModelArgs, Role, RunConfig
 from turnwise.data.batch import Batch
 from turnwise.data.rows import Rows
 from turnwise.errors import ConfigError
@@ -16,7 +16,7 @@ from turnwise.pipeline.old_logprobs import OldLogProbs
 from turnwise.testing.synthetic import batch_of, row_per_turn, trajectories
 
 
-def chooser(mode: str = "auto", shared: bool = True, beta: float = 0.0) -> OldLogProbs:
+def chooser(mode: str = "auto", shared: bool = True, beta: float = 0.0, dtype: str = "fp32") -> OldLogProbs:
     config = RunConfig(
         max_steps=1,
         rollout_batch_size=6,
@@ -25,6 +25,7 @@ def chooser(mode: str = "auto", shared: bool = True, beta: float = 0.0) -> OldLo
         custom_envs={},
         recompute_old_logprobs=mode,  # type: ignore[arg-type]
         init_kl_coef=beta,
+        actor_train=Role(model_args=ModelArgs(dtype=dtype)),  # type: ignore[arg-type]
     )
     return OldLogProbs(config, shared=shared)
 
@@ -45,8 +46,7 @@ class Actor:
     def __init__(self) -> None:
         self.asked: list[Rows] = []
 
-    async def call(self, method: str, rows: Rows) -> np.ndarray:
-        assert method == "logprobs"
+    async def logprobs(self, rows: Rows) -> np.ndarray:
         self.asked.append(rows)
         return -np.arange(int(rows.response_mask.sum()), dtype=np.float32)
 
@@ -68,6 +68,14 @@ def test_the_choice_follows_from_the_settings_and_the_data(mode: str, shared: bo
     if expected is None:
         expected = "sampler" if own else "detached" if updates == 1 and beta == 0 else "recompute"
     assert here.choose(batch, updates, 3) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_in_16_bits_a_samplers_log_probs_are_not_the_trainers_own(dtype: str) -> None:
+    """A cache rounds otherwise than a pass over the whole row, though the weights are the same."""
+    assert chooser(dtype=dtype).choose(sampled(), 1, 3) == "detached"
+    assert chooser(dtype=dtype).choose(sampled(), 2, 3) == "recompute"
+    assert chooser(mode="false", dtype=dtype).choose(sampled(), 2, 3) == "sampler"
 
 
 def test_one_stale_token_is_enough_to_recompute() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -50,8 +51,8 @@ def test_scores_groups_and_lengths(batch: Batch) -> None:
             "rollout/turns/mean": (2 + 1 + 1 + 0) / 4,
             "rollout/samples": 4,
             "rollout/trajectories_without_samples": 1,
-            "rollout/success": 2 / 3,  # one does not know
-            "group/all_correct_ratio": 0,  # in group 1 one does not know
+            "rollout/success": 2 / 4,  # the one that reports none had none: others of its tag report theirs
+            "group/all_correct_ratio": 0,
             "group/all_wrong_ratio": 0,
             "rollout/stop/terminated": 0.5,
             "rollout/stop/turns": 0.25,
@@ -74,6 +75,38 @@ def test_groups_that_all_win_or_all_lose_are_counted() -> None:
     ]
     got = metrics.batch_metrics(build_batch(played, [row_per_turn(t) for t in played]))
     assert (got["group/all_correct_ratio"], got["group/all_wrong_ratio"]) == pytest.approx((2 / 3, 1 / 3))
+
+
+def of_tag(tag: str, group: int, member: int, success: bool | None) -> Trajectory:
+    return evolve(PLAYED[2], tag=tag, group=group, member=member, success=success)
+
+
+def test_an_environment_that_reports_only_success_is_no_hundred_percent() -> None:
+    played = [of_tag("T", g, m, True if (g, m) == (0, 0) else None) for g in range(2) for m in range(2)]
+    got = metrics.batch_metrics(build_batch(played, [[] for _ in played]))
+    assert (got["rollout/success"], got["group/all_correct_ratio"], got["group/all_wrong_ratio"]) == (0.25, 0.0, 0.5)
+    assert metrics.environment_metrics(played)["env/T/success"] == 0.25
+    assert metrics.evaluation_metrics(played, {"T": 4})["val/T/success"] == 0.25
+
+
+def test_groups_of_a_tag_that_reports_no_success_are_neither_right_nor_wrong() -> None:
+    played = [of_tag("T", 0, 0, False), of_tag("T", 0, 1, None), of_tag("U", 1, 0, None), of_tag("U", 1, 1, None)]
+    got = metrics.batch_metrics(build_batch(played, [[] for _ in played]))
+    assert (got["rollout/success"], got["group/all_correct_ratio"], got["group/all_wrong_ratio"]) == (0.0, 0.0, 1.0)
+    assert "env/U/success" not in metrics.environment_metrics(played)
+
+
+def test_a_tag_that_once_reported_success_has_none_where_nothing_is_reported() -> None:
+    reporting = metrics.Reporting()
+    silent = [of_tag("T", 0, 0, None), of_tag("U", 1, 0, None)]
+    assert "rollout/success" not in metrics.batch_metrics(build_batch(silent, [[], []]), reporting)
+    metrics.evaluation_metrics([of_tag("T", 0, 0, True)], {"T": 1}, reporting)
+    again = metrics.Reporting.from_plain(json.loads(json.dumps(reporting.to_plain())))
+    for known in (reporting, again):
+        got = metrics.batch_metrics(build_batch(silent, [[], []]), known)
+        assert (got["rollout/success"], got["group/all_wrong_ratio"]) == (0.0, 1.0)
+        assert metrics.environment_metrics(silent, known)["env/T/success"] == 0.0
+        assert "env/U/success" not in metrics.environment_metrics(silent, known)
 
 
 def test_a_step_without_a_token_and_without_a_success_still_has_metrics() -> None:
@@ -110,27 +143,35 @@ def test_per_token_metrics_are_weighted_over_all_updates_of_the_step() -> None:
     ]
     got = metrics.update_metrics(results)
     assert math.isnan(got.pop("policy/clip_frac"))
-    assert got == pytest.approx({"policy/loss": 2.0, "policy/grad_norm": 2.0, "policy/updates": 2, "policy/entropy": 4 / 40, "policy/kl": 0.5})
+    assert got == pytest.approx(
+        {"policy/loss": 2.0, "policy/grad_norm": 2.0, "policy/updates": 2, "policy/skipped_updates": 0, "policy/entropy": 4 / 40, "policy/kl": 0.5}
+    )
     assert metrics.update_metrics(results[:1], "critic")["critic/updates"] == 1
+
+
+def test_skipped_updates_are_counted_and_stay_out_of_the_means() -> None:
+    results = [UpdateResult(1.0, 3.0, {"policy/kl": (4.0, 8.0)}), UpdateResult(math.nan, math.inf, skipped=True)]
+    expected = {"policy/loss": 1.0, "policy/grad_norm": 3.0, "policy/updates": 2, "policy/skipped_updates": 1, "policy/kl": 0.5}
+    assert metrics.update_metrics(results) == expected
     assert metrics.update_metrics([]) == {}
 
 
 def test_evaluation_metrics_are_by_tag_and_over_all_and_count_what_could_not_be_played() -> None:
     got = metrics.evaluation_metrics([*PLAYED, evolve(PLAYED[0], tag="U")], {"T": 5, "U": 1, "V": 2})
     assert got["val/T/score/mean"] == 0.375
-    assert got["val/T/success"] == pytest.approx(2 / 3)
+    assert got["val/T/success"] == 2 / 4
     assert got["val/T/turns/mean"] == 1.0
     assert got["val/T/failed"] == pytest.approx(0.2)
     assert (got["val/T/moves"], got["val/T/falls"]) == (3.0, 1.0)
     assert (got["val/U/success"], got["val/U/failed"]) == (1.0, 0.0)
     assert (got["val/V/failed"], math.isnan(got["val/V/score/mean"]), "val/V/success" in got) == (1.0, True, False)
     assert got["val/score/mean"] == pytest.approx((1.5 + 1.0) / 5)
-    assert got["val/success"] == 0.75
+    assert got["val/success"] == 3 / 5
 
 
 def test_environment_metrics_are_by_tag() -> None:
     got = metrics.environment_metrics([*PLAYED, evolve(PLAYED[1], tag="U")])
-    assert got["env/T/success"] == pytest.approx(2 / 3)
+    assert got["env/T/success"] == 2 / 4
     assert (got["env/U/success"], got["env/U/moves"], got["env/U/score/mean"]) == (0.0, 4.0, 0.0)
     assert metrics.environment_metrics([]) == {}
 

@@ -9,15 +9,23 @@ import pytest
 from attrs import evolve, frozen
 
 from turnwise.config.schema import Choice, CustomEnv, EnvManagerConfig, Role, RunConfig, TrainingArgs
+from turnwise.contracts.env_manager import ManagerCapabilities
+from turnwise.contracts.train import StrategyCapabilities
 from turnwise.hookspecs import Implementation
-from turnwise.pipeline import plan as planning
+from turnwise.planning import plan as planning
 from turnwise.plugins import Entry, registry, reset_registry
 
 
 class Cutting:
     """An environment manager that makes a row of every turn."""
 
-    row_per_turn = True
+    capabilities = ManagerCapabilities(row_per_turn=True)
+
+
+class SelfPlay:
+    """An environment manager of two roles, each of which thinks twice before it acts and makes a row of every call."""
+
+    capabilities = ManagerCapabilities(row_per_turn=True, calls_per_step=2, roles=("first", "second"))
 
 
 class PerRow:
@@ -34,7 +42,7 @@ class PerRow:
 def _fakes() -> Iterator[None]:
     reset_registry()
     registry().declare(["turnwise.testing.plugin"])
-    for kind, name, target in (("env_manager", "cutting", Cutting), ("batch_adjust", "per_row", PerRow)):
+    for kind, name, target in (("env_manager", "cutting", Cutting), ("env_manager", "self_play", SelfPlay), ("batch_adjust", "per_row", PerRow)):
         registry()._entries.append(Entry(kind, Implementation(name, target), "test", "turnwise-test", "1"))
     absent = Implementation("absent", "nowhere:Absent", requires=("package_that_is_not_there",))
     registry()._entries.append(Entry("env_manager", absent, "test", "turnwise-test", "1"))
@@ -47,6 +55,10 @@ class Parallel:
     """The configuration of a strategy that splits a model over `tp` devices."""
 
     tp: int = 1
+
+    @property
+    def capabilities(self) -> StrategyCapabilities:
+        return StrategyCapabilities(data_parallel_size=self.data_parallel_size)
 
     def data_parallel_size(self, world: int) -> int:
         return world // self.tp
@@ -165,7 +177,11 @@ def test_a_critic_has_its_own_updates_and_rates() -> None:
 class Merging:
     """Options of an environment manager that joins turns."""
 
-    merge_steps: bool = True
+    merge: bool = True
+
+    @property
+    def capabilities(self) -> ManagerCapabilities:
+        return ManagerCapabilities(row_per_turn=True, joins_turns=self.merge)
 
 
 @pytest.mark.parametrize("merge", [True, False])
@@ -173,19 +189,22 @@ def test_joined_turns_are_between_a_row_an_episode_and_a_row_a_turn(merge: bool)
     tag = CustomEnv("fake", max_steps=5, env_manager=Choice("cutting", {}, Merging(merge)))
     values = planning.arithmetic(run_of(3, 4, 10, custom_envs={"T": tag}))
     assert (values["rows_per_step"], values["merged"]) == ([12, 60], merge)
-    joined = ": merge_steps makes one row of turns whose prompts continue each other" if merge else ""
+    joined = ": turns whose prompts continue each other make one row" if merge else ""
     assert f"rows           12 to 60 a step{joined}" in planning.render(values).splitlines()
     played = EnvManagerConfig(num_env_groups=1, group_size=1, tags=("S",), num_groups_partition=(1,))
     other = run_of(3, 4, 10, custom_envs={"T": tag, "S": CustomEnv("fake")}, train_env_manager=played)
     assert planning.merges(other) is False  # a tag that does not train
 
 
-@pytest.mark.parametrize(("manager_name", "most"), [("cutting", 4 + 6 * 7), ("fake_manager", 10), ("absent", 10)])
-def test_rows_of_a_tag_depend_on_its_turns_where_its_manager_cuts_a_row_of_each(manager_name: str, most: int) -> None:
+@pytest.mark.parametrize(
+    ("manager_name", "fewest", "most"),
+    [("cutting", 10, 4 + 6 * 7), ("self_play", 4 + 6 * 2, 4 + 6 * 2 * 7 * 2), ("fake_manager", 10, 10), ("absent", 10, 10)],
+)
+def test_rows_of_a_tag_depend_on_its_turns_where_its_manager_cuts_a_row_of_each(manager_name: str, fewest: int, most: int) -> None:
     two = EnvManagerConfig(num_env_groups=5, group_size=2, tags=("T", "S"), num_groups_partition=(2, 3))
     config = run_of(5, 2, 1, train_env_manager=two)
     tags = {"T": CustomEnv("e", max_steps=9, env_manager=Choice("fake")), "S": CustomEnv("e", max_steps=7, env_manager=Choice(manager_name))}
-    assert planning.rows_per_step(evolve(config, custom_envs=tags)) == (10, most)
+    assert planning.rows_per_step(evolve(config, custom_envs=tags)) == (fewest, most)
 
 
 @pytest.mark.parametrize(
@@ -238,12 +257,13 @@ def test_policies_that_count_rows_are_told_where_the_rows_vary() -> None:
 def test_names_that_mean_something_else_elsewhere_are_told_as_they_stand_here() -> None:
     defaults = [
         "init_kl_coef = 0: no KL penalty in the reward (ROLL's default is 0.2)",
+        "lr_scheduler_type = constant (ROLL's default is linear)",
         "loss_agg_mode = token-mean (ROLL's default is seq-mean-token-mean)",
     ]
     assert planning.other_meanings(run_of(4, 1, 10)) == defaults
-    clip = "advantage_clip = 0.2 clamps the advantages; the ratio's clip is pg_clip"
+    clip = "advantage_clip = 0.2 clamps the advantages; the ratio's clip is an option of the loss"
     assert planning.other_meanings(run_of(4, 1, 10, advantage_clip=0.2)) == [clip, *defaults]
-    assert planning.other_meanings(run_of(4, 1, 10, init_kl_coef=0.2, loss_agg_mode="seq-mean-token-mean")) == []
+    assert planning.other_meanings(run_of(4, 1, 10, init_kl_coef=0.2, loss_agg_mode="seq-mean-token-mean")) == [defaults[1]]
 
 
 def test_the_text_is_aligned_and_ranges_are_spelled() -> None:

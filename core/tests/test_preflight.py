@@ -12,8 +12,8 @@ from attrs import evolve
 from turnwise.config.loader import load
 from turnwise.config.schema import Choice, RunConfig
 from turnwise.errors import ConfigError, MachineError
-from turnwise.pipeline import preflight as module
-from turnwise.pipeline.preflight import Findings, chosen, preflight, refuse, visible_gpus
+from turnwise.planning import preflight as module
+from turnwise.planning.preflight import Findings, chosen, preflight, refuse
 
 Toy = Callable[..., Path]
 
@@ -49,7 +49,7 @@ def test_findings_are_refused_the_configuration_first() -> None:
     refuse(Findings([], []))
     with pytest.raises(ConfigError) as caught:
         refuse(Findings(["a", "b"], ["c"]))
-    assert caught.value.problems == ["a", "b"]
+    assert (caught.value.problems, caught.value.besides) == (["a", "b"], ["machine: c"])
     with pytest.raises(MachineError, match="c\nd"):
         refuse(Findings([], ["c", "d"]))
 
@@ -67,7 +67,7 @@ def test_a_player_cannot_be_trained_on(toy: Toy) -> None:
 def test_a_role_without_a_strategy_says_what_to_write(toy: Toy) -> None:
     config = loaded(toy())
     line = only(found(toy(), actor_train=evolve(config.actor_train, strategy_args=None)).config)
-    assert line == "$.actor_train.strategy_args is missing. Fix: name a strategy, as in strategy_args: {strategy_name: torch}."
+    assert line == "$.actor_train.strategy_args: missing. Fix: name a strategy, as in strategy_args: {strategy_name: torch}."
 
 
 def test_roles_without_a_common_transport_are_told_before_anything_is_loaded(toy: Toy, tmp_path: Path) -> None:
@@ -75,10 +75,14 @@ def test_roles_without_a_common_transport_are_told_before_anything_is_loaded(toy
 from turnwise.testing.fakes import FakeBackend
 
 class Deaf(FakeBackend):
-    transports = ("pigeon",)
+    @staticmethod
+    def transports(config, context):
+        return ("pigeon",)
 
 class Shares(FakeBackend):
-    transports = ("shared",)
+    @staticmethod
+    def transports(config, context):
+        return ("shared",)
 
 @turnwise.hookimpl
 def inference_backends():
@@ -101,12 +105,13 @@ def inference_backends():
 
 def test_what_a_role_says_of_itself_is_sorted_into_configuration_and_machine(toy: Toy, tmp_path: Path) -> None:
     strategy = """
+from turnwise.errors import Problem
 from turnwise.testing.fakes import FakeStrategy
 
 class Careful(FakeStrategy):
     @staticmethod
     def check(config, context):
-        return [f"$.{context.role}.x: too small. Fix: x: 2", "machine: needs a fan, found none"]
+        return [Problem(f"{context.role}.x", "too small. Fix: x: 2"), Problem("", "needs a fan, found none", machine=True)]
 
 @turnwise.hookimpl
 def train_strategies():
@@ -120,11 +125,16 @@ def test_devices_that_are_not_there_are_the_machines_lack(toy: Toy, monkeypatch:
     monkeypatch.setattr(module, "visible_gpus", lambda: 1)
     path = toy()
     config = loaded(path)
-    for mapping, expected in (((0,), []), ((1,), ["actor_infer: device_mapping needs 2 GPUs, found 1"])):
+    for mapping, expected in (
+        ((0,), []),
+        ((1,), ["actor_infer: device_mapping needs 2 GPUs, found 1. Fix: use devices that are here"]),
+    ):
         got = found(path, actor_infer=evolve(config.actor_infer, device_mapping=mapping))
         assert got == Findings([], expected)
     monkeypatch.setattr(module, "visible_gpus", lambda: 0)
-    assert found(path, actor_infer=evolve(config.actor_infer, device_mapping=(0,))).machine == ["actor_infer: device_mapping needs 1 GPU, found 0"]
+    assert found(path, actor_infer=evolve(config.actor_infer, device_mapping=(0,))).machine == [
+        "actor_infer: device_mapping needs 1 GPU, found 0. Fix: use devices that are here"
+    ]
 
 
 def test_fewer_devices_than_the_run_expects_are_the_machines_lack(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,18 +149,6 @@ def test_roles_of_one_process_cannot_have_two_values_of_a_variable(toy: Toy) -> 
     line = only(found(toy(), *both).config)
     assert line == "$.actor_infer.system_envs.A: '2' here, '1' for actor_train; runtime 'local' has one process. Fix: one value for both."
     assert found(toy(), "system_envs={A: 1}") == Findings([], [])
-
-
-@pytest.mark.parametrize(("value", "count"), [("", 0), ("-1", 0), ("0,1", 2), ("GPU-1234, GPU-5678,", 2)])
-def test_visible_devices_are_counted_from_the_environment(monkeypatch: pytest.MonkeyPatch, value: str, count: int) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert visible_gpus() == count
-
-
-def test_without_that_variable_devices_are_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/nvidia0"), Path("/dev/nvidia12"), Path("/dev/nvidiactl")])
-    assert visible_gpus() == 2
 
 
 # ---------------------------------------------------------------- schedules
@@ -189,7 +187,7 @@ def test_whatever_is_named_is_imported_before_the_start(toy: Toy, tmp_path: Path
     path = toy(plugins=plugin(tmp_path, torn), track_with=["torn", "far"])
     got = found(path)
     assert only(got.config).startswith("logger 'torn' (from ./more.py) cannot be loaded from 'tw_not_there:Log': ModuleNotFoundError")
-    assert only(got.machine) == "logger 'far' needs tw_absent, not installed"
+    assert only(got.machine) == "logger 'far' needs tw_absent, not installed. Fix: install it, or name another"
 
 
 def test_arithmetic_that_refuses_its_settings_is_told_before_the_start(toy: Toy, tmp_path: Path) -> None:
@@ -225,18 +223,18 @@ def test_a_constructor_that_does_not_take_config_and_context_is_told_with_the_pl
     assert line == f"{kind} 'odd' (from ./more.py) cannot be built with (config, context): too many positional arguments. Fix: repair the plugin."
 
 
-def test_an_estimator_that_does_not_tell_its_needs_is_told_with_the_plugin(toy: Toy, tmp_path: Path) -> None:
+def test_an_estimator_without_members_of_its_contract_is_reported_with_the_plugin(toy: Toy, tmp_path: Path) -> None:
     body = "class Half:\n    def __init__(self, config, context):\n        pass\n    def compute(self, batch):\n        pass\n"
     body += "@turnwise.hookimpl\ndef advantage_estimators():\n    return [Implementation('half', Half)]\n"
     line = only(found(toy(plugins=plugin(tmp_path, body), adv_estimator="half")).config)
-    assert line == "advantage_estimator 'half' (from ./more.py) lacks needs, token_rewards, whiten of its contract. Fix: repair the plugin."
+    assert line == "advantage_estimator 'half' (from ./more.py) lacks token_rewards, whiten, normalization of its contract. Fix: repair the plugin."
 
 
 def test_an_estimator_whose_constructor_fails_is_told_with_the_plugin(toy: Toy, tmp_path: Path) -> None:
     body = "class Odd:\n    def __init__(self, config, context):\n        raise KeyError('x')\n"
     body += "@turnwise.hookimpl\ndef advantage_estimators():\n    return [Implementation('odd', Odd)]\n"
     line = only(found(toy(plugins=plugin(tmp_path, body), adv_estimator="odd")).config)
-    assert line == "advantage_estimator 'odd' (from ./more.py) cannot be built: KeyError: 'x'. Fix: repair the plugin, or its options."
+    assert line == "advantage estimator 'odd' (from ./more.py) cannot be built: KeyError: 'x'. Fix: repair the plugin, or its options."
 
 
 def test_a_baseline_must_be_a_player(toy: Toy) -> None:
@@ -352,14 +350,15 @@ def test_every_implementation_that_the_run_names_is_looked_at(toy: Toy) -> None:
 def test_devices_of_a_runtime_that_has_its_own_are_not_counted_here(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = """
 from attrs import frozen
+from turnwise.contracts.runtime import RuntimeCapabilities
 from turnwise.testing.fakes import FakeRuntime
 
 @frozen
 class Cluster:
-    counts_devices = False
+    capabilities = RuntimeCapabilities(counts_devices=False)
 
 class Elsewhere(FakeRuntime):
-    one_process = False
+    pass
 
 @turnwise.hookimpl
 def runtimes():
@@ -374,8 +373,8 @@ def runtimes():
     assert found(path, "runtime=elsewhere", *mapping).machine == []
     assert "GPU" not in only(found(path, "runtime=lacking", *mapping).machine)  # what is not installed is told, and nothing of GPUs
     assert found(path, *mapping).machine == [
-        "actor_train: device_mapping needs 2 GPUs, found 0",
-        "actor_infer: device_mapping needs 3 GPUs, found 0",
+        "actor_train: device_mapping needs 2 GPUs, found 0. Fix: use devices that are here",
+        "actor_infer: device_mapping needs 3 GPUs, found 0. Fix: use devices that are here",
     ]
 
 
@@ -391,10 +390,15 @@ def test_devices_that_an_engine_cannot_divide_are_found_before_anything_starts(t
     """Also where the engine's own check does not speak of them."""
     pairs = """
 from attrs import frozen
+from turnwise.contracts.inference import BackendCapabilities
 from turnwise.testing.fakes import FakeBackend
 
 @frozen
 class Pairs:
+    @property
+    def capabilities(self):
+        return BackendCapabilities(data_parallel_size=self.data_parallel_size)
+
     def data_parallel_size(self, world):
         if world % 2:
             raise ValueError(f"{world} devices are not pairs")
@@ -419,11 +423,17 @@ def test_an_engine_without_devices_must_fit_into_those_that_the_runtime_gives_it
     """Without GPUs it starts as many processes as it likes, and a server that runs already has its own."""
     both = f"""
 from attrs import frozen
+from turnwise.contracts.inference import BackendCapabilities
+from turnwise.contracts.runtime import RuntimeCapabilities
 from turnwise.testing.fakes import FakeBackend, FakeRuntime
 
 @frozen
 class Pairs:
-    base_url: str = ""
+    server: str = ""
+
+    @property
+    def capabilities(self):
+        return BackendCapabilities(attached=bool(self.server), data_parallel_size=self.data_parallel_size)
 
     def data_parallel_size(self, world):
         if world % 2:
@@ -432,10 +442,10 @@ class Pairs:
 
 @frozen
 class Cluster:
-    least_devices = {gpus}
+    capabilities = RuntimeCapabilities(least_devices={gpus})
 
 class Giving(FakeRuntime):
-    one_process = False
+    pass
 
 @turnwise.hookimpl
 def inference_backends():
@@ -446,7 +456,7 @@ def runtimes():
     return [Implementation("giving", Giving, config=Cluster)]
 """
     monkeypatch.setattr(module, "visible_gpus", lambda: 8)
-    paired = f"actor_infer.strategy_args={{strategy_name: paired, strategy_config: {{base_url: '{attached}'}}}}"
+    paired = f"actor_infer.strategy_args={{strategy_name: paired, strategy_config: {{server: '{attached}'}}}}"
     got = found(toy(plugins=plugin(tmp_path, both)), "runtime=giving", paired).config
     line = "$.actor_infer.device_mapping is missing: runtime 'giving' gives such a role 1 GPU, and 1 devices are not pairs. "
     assert got == ([line + "Fix: other sizes, or other devices"] if refused else [])
@@ -454,14 +464,16 @@ def runtimes():
 
 def test_adapters_alone_need_both_sides(toy: Toy, tmp_path: Path) -> None:
     both = """
+from turnwise.contracts.inference import BackendCapabilities
+from turnwise.contracts.train import StrategyCapabilities
 from turnwise.testing.fake_model import FakeStrategy
 from turnwise.testing.fakes import FakeBackend, FakeBackendConfig
 
 class Offers(FakeStrategy):
-    adapters = True
+    capabilities = StrategyCapabilities(adapters=True)
 
 class Takes(FakeBackend):
-    adapters = True
+    capabilities = BackendCapabilities(adapters=True)
 
 @turnwise.hookimpl
 def inference_backends():
@@ -484,14 +496,15 @@ def train_strategies():
 def test_a_runtime_may_need_gpus_for_roles_without_device_mapping(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = """
 from attrs import frozen
+from turnwise.contracts.runtime import RuntimeCapabilities
 from turnwise.testing.fakes import FakeRuntime
 
 @frozen
 class Cluster:
-    least_devices = 1
+    capabilities = RuntimeCapabilities(least_devices=1)
 
 class OnGpus(FakeRuntime):
-    one_process = False
+    pass
 
 @turnwise.hookimpl
 def runtimes():
@@ -499,7 +512,7 @@ def runtimes():
 """
     path = toy(plugins=plugin(tmp_path, runtime))
     monkeypatch.setattr(module, "visible_gpus", lambda: 0)
-    needs = "{}: runtime 'on_gpus' gives a role without device_mapping 1 GPU, found 0".format
+    needs = "{}: runtime 'on_gpus' gives a role without device_mapping 1 GPU, found 0. Fix: use devices that are here".format
     assert found(path, "runtime=on_gpus").machine == [needs("actor_train"), needs("actor_infer")]
     monkeypatch.setattr(module, "visible_gpus", lambda: 1)
     assert found(path, "runtime=on_gpus").machine == []
@@ -509,19 +522,19 @@ def test_an_engine_that_cannot_sleep_is_refused_on_devices_that_it_shares(toy: T
     """Else the run would end at the first update, after its first rollout."""
     awake = """
 from attrs import frozen
+from turnwise.contracts.inference import BackendCapabilities
+from turnwise.contracts.runtime import RuntimeCapabilities
 from turnwise.testing.fakes import FakeBackend, FakeRuntime
 
 @frozen
 class Numbers:
-    counts_devices = False
+    capabilities = RuntimeCapabilities(counts_devices=False)
 
 class Sleepless(FakeBackend):
-    @staticmethod
-    def cannot_sleep(config):
-        return "it has insomnia. Fix: rest: true"
+    capabilities = BackendCapabilities(cannot_sleep="it has insomnia. Fix: rest: true")
 
 class Processes(FakeRuntime):
-    one_process = False
+    pass
 
 @turnwise.hookimpl
 def inference_backends():

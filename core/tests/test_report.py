@@ -12,6 +12,8 @@ import pytest
 from attrs import evolve, frozen
 
 from turnwise.config.schema import Choice, EnvManagerConfig, ModelArgs, Role, RunConfig
+from turnwise.contracts.logger import LoggerCapabilities
+from turnwise.contracts.loss import LossCapabilities
 from turnwise.data.normalise import RewardNormalization
 from turnwise.hookspecs import Implementation
 from turnwise.pipeline import report
@@ -57,7 +59,7 @@ def run_of(**changes: Any) -> RunConfig:
 
 @frozen
 class Clipped:
-    pg_clip: float = 0.2
+    capabilities = LossCapabilities(clips=True)
 
 
 class Centring:
@@ -76,7 +78,7 @@ class AsItIs:
 
 
 class Drawing:
-    pictures = ("a.png", "b.png")
+    capabilities = LoggerCapabilities(pictures=("a.png", "b.png"))
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +117,23 @@ def test_metrics_outside_their_healthy_range_get_a_line_of_advice(values: dict[s
     assert [line.split(" = ")[0] for line in unhealthy(values, run_of())] == names
     text = report.write(tmp_path, run_of(), History(last=values), None)
     assert ("Outside their healthy range at the end:\n- " in text) == bool(names)
+
+
+@pytest.mark.parametrize(
+    ("values", "first"),
+    [
+        ({"group/all_correct_ratio": 1.0, "group/advantage_diff/mean": 0.0}, "group/all_correct_ratio = 1: every episode succeeds"),
+        ({"env/A/invalid_actions": 1.0, "env/B/invalid_actions": 1.0}, "invalid_actions = 1: no answer holds an action"),
+        ({"group/advantage_diff/mean": 0.0, "env/A/invalid_actions": 0.4}, "group/advantage_diff/mean = 0: the members of every group"),
+    ],
+)
+def test_where_a_step_taught_nothing_the_cause_is_first_and_no_higher_rate_is_advised(values: dict[str, float], first: str) -> None:
+    symptoms = {"policy/clip_frac": 0.0, "policy/entropy": 0.01, **SEVERAL}
+    assert "raise learning_rate" in " ".join(unhealthy(symptoms, run_of()))
+    lines = unhealthy({**symptoms, **values}, run_of())
+    assert lines[0].startswith(first)
+    assert [line.split(" = ")[0] for line in lines[1:]] == ["policy/entropy"]
+    assert "raise learning_rate" not in " ".join(lines)
 
 
 def test_each_side_of_a_range_has_its_advice() -> None:

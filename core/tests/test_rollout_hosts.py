@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -15,8 +16,14 @@ from typing import Any
 
 import pytest
 
+from turnwise.contracts.env_manager import Episode, Limits, Sampler
+from turnwise.contracts.environment import Response
+from turnwise.contracts.player import Player
+from turnwise.contracts.rollout import EnvironmentTimeout, EpisodeSpec, RolloutSettings, TagPlan
+from turnwise.data import Sample, Trajectory
 from turnwise.errors import EnvironmentFailure
-from turnwise.rollout.hosts import HOSTS, EnvironmentTimeout, Host
+from turnwise.rollout import worker
+from turnwise.rollout.hosts import HOSTS, Host
 from turnwise.rollout.sweeper import Sweeper
 
 MODES = ["inline", "thread", "process"]
@@ -140,7 +147,7 @@ def test_calls_return_what_the_environment_returns(mode: str, world: ModuleType,
 @pytest.mark.parametrize("build", ["World", "AsyncWorld"])
 def test_an_exception_is_a_failure_with_its_cause(mode: str, build: str, world: ModuleType) -> None:
     async def scene(host: Host) -> None:
-        with pytest.raises(EnvironmentFailure, match=r"^World\.step raised ValueError: (two lines|boom)$") as caught:
+        with pytest.raises(EnvironmentFailure, match=r"^World\.step raised ValueError: (two lines|boom), at .*world_.*\.py:\d+ in step$") as caught:
             await host.call("step", 20.0, action="raise")
         assert caught.value.__cause__ is not None
         if mode == "process":
@@ -165,7 +172,7 @@ def test_an_environment_that_cannot_be_built_says_why(mode: str, world: ModuleTy
     async def scene(host: Host) -> None:
         raise AssertionError("not reached")
 
-    with pytest.raises(EnvironmentFailure, match=r"^World\.build raised RuntimeError: no such level$"):
+    with pytest.raises(EnvironmentFailure, match=r"^World\.build raised RuntimeError: no such level, at .*world_.*\.py:\d+ in __init__$"):
         play(mode, partial(world.World, fail=True), scene)
     wait_for(lambda: not environment_threads())
 
@@ -247,6 +254,67 @@ def test_a_build_that_cannot_be_pickled_is_a_failure() -> None:
         play("process", lambda: None, scene)
 
 
+class Opens:
+    """A manager that does nothing but reset."""
+
+    async def run(self, episode: Episode, sampler: Sampler) -> Trajectory:
+        await episode.environment.reset()
+        return Trajectory(episode.tag, episode.group, episode.member, episode.seed, (), "turns")
+
+    def samples(self, trajectory: Trajectory) -> list[Sample]:
+        return []
+
+
+class Slow:
+    """In place of a host: counts the processes that start, from the call, with which their clock begins, to its end."""
+
+    starting = most = built = 0
+    lost = False
+
+    def __init__(self, tag: str, build: Any, sweeper: Sweeper) -> None:
+        pass
+
+    async def call(self, method: str, timeout: float, **arguments: Any) -> Any:
+        if method == "start":
+            Slow.starting += 1
+            Slow.most = max(Slow.most, Slow.starting)
+            await asyncio.sleep(0.01)
+            Slow.starting -= 1
+        Slow.built += method == "build"
+        return ("start", {})
+
+    async def close(self, timeout: float) -> None:
+        pass
+
+
+def test_processes_start_as_many_at_once_as_there_are_cores_for_and_their_clock_begins_with_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(HOSTS, "process", Slow)  # type: ignore[arg-type]
+    monkeypatch.setattr(worker, "cores", lambda: 6)
+    plans = [TagPlan(tag, object, Opens(), Limits(8, 1, 1, 1), groups=1, group_size=8, step="process") for tag in "ab"]  # type: ignore[arg-type]
+
+    async def run() -> None:
+        here = worker.LocalExecutor(plans, RolloutSettings(seed=0), Player(), None, sharing=2)
+        specs = [EpisodeSpec(tag, 0, member, 0, 0) for tag in "ab" for member in range(8)]
+        await asyncio.gather(*(here.play(spec, lambda error: None) for spec in specs))
+        await here.close()
+
+    asyncio.run(run())
+    assert (Slow.most, Slow.built) == (3, 16)
+
+
+def test_an_episode_is_played_in_a_process(world: ModuleType) -> None:
+    async def run() -> Trajectory:
+        plan = TagPlan("World", world.World, Opens(), Limits(8, 1, 1, 1), groups=1, group_size=1, step="process")  # type: ignore[arg-type]
+        here = worker.LocalExecutor([plan], RolloutSettings(seed=0), Player(), None)
+        played = await here.play(EpisodeSpec("World", 4, 0, 0, 7), lambda error: None)
+        await here.close()
+        (trajectory,) = played.trajectories
+        return trajectory
+
+    assert asyncio.run(run()).group == 4
+    wait_for(lambda: not environment_threads())
+
+
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_a_cancelled_call_leaves_nothing_that_waits(mode: str, world: ModuleType) -> None:
     async def scene(host: Host) -> None:
@@ -259,3 +327,77 @@ def test_a_cancelled_call_leaves_nothing_that_waits(mode: str, world: ModuleType
 
     play(mode, world.World, scene)
     wait_for(lambda: not environment_threads())
+
+
+LEVELS = '''
+import json
+
+class Level:
+    """Fails in a helper of its own, in a library that the helper calls, or at once."""
+
+    def __init__(self, broken=False):
+        if broken:
+            raise RuntimeError("no such level")
+
+    def reset(self, *, seed=None, options=None):
+        return "start", {}
+
+    def step(self, action):
+        return self._judged(action)
+
+    def _judged(self, action):
+        return json.loads(action)
+'''
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_names_the_file_and_line_of_the_environments_own_code(mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"level_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(LEVELS)
+    monkeypatch.syspath_prepend(tmp_path)
+    level = importlib.import_module(name).Level
+
+    async def step(host: Host) -> str:
+        with pytest.raises(EnvironmentFailure) as caught:
+            await host.call("step", 20.0, action="{")
+        return str(caught.value)
+
+    own = tmp_path / f"{name}.py"
+    assert re.fullmatch(rf"World\.step raised JSONDecodeError: .*, at {re.escape(str(own))}:18 in _judged", play(mode, level, step))
+    with pytest.raises(EnvironmentFailure, match=rf"World\.build raised RuntimeError: no such level, at {re.escape(str(own))}:9 in __init__"):
+        play(mode, partial(level, broken=True), step)
+
+
+JUDGED = '''
+class Judged:
+    """Rewards short responses: it reads the whole response beside the action."""
+
+    def reset(self, *, seed=None, options=None):
+        return "start", {}
+
+    def step(self, action, response=None):
+        text = "nothing" if response is None else f"{response.text} {response.finish} {response.tokens}"
+        return f"{action}: {text}", 0.0, False, False, {}
+'''
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_whole_response_reaches_an_environment_that_takes_it(mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"judged_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(JUDGED)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def scene(host: Host) -> list[str]:
+        whole = Response("<a>Up</a>", "length", 5)
+        return [(await host.call("step", 20.0, action="Up", response=response))[0] for response in (whole, None)]
+
+    assert play(mode, importlib.import_module(name).Judged, scene) == ["Up: <a>Up</a> length 5", "Up: nothing"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_environment_that_takes_no_response_is_given_none(mode: Any, world: ModuleType) -> None:
+    async def scene(host: Host) -> str:
+        observation: str = (await host.call("step", 20.0, action="up", response=Response("<a>up</a>", "stop", 5)))[0]
+        return observation
+
+    assert play(mode, world.World, scene) == "UP"

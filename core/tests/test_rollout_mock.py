@@ -13,8 +13,7 @@ from click.testing import CliRunner, Result
 from turnwise.cli.main import main
 from turnwise.config import load
 from turnwise.errors import ConfigError, EngineError
-from turnwise.pipeline import mock
-from turnwise.pipeline.loop import Pipeline
+from turnwise.rollout import mock
 from turnwise.testing.fakes import FakeEnvironment
 
 Toy = Callable[..., Path]
@@ -69,8 +68,8 @@ def test_the_dumped_log_probs_are_not_taken_for_the_trainer_s_own(toy: Toy, monk
     def told(self: Any, config: Any, *, shared: bool) -> None:
         raise EngineError(f"shared is {shared}")
 
-    monkeypatch.setattr(Pipeline, "_choose_transport", lambda self: "shared")
-    monkeypatch.setattr("turnwise.pipeline.loop.OldLogProbs.__init__", told)
+    monkeypatch.setattr("turnwise.planning.transport.choose", lambda config: "shared")
+    monkeypatch.setattr("turnwise.pipeline.learner.OldLogProbs.__init__", told)
     for mode, shared in (("dump", True), ("mock", False)):
         block = {"enable": True, "mode": mode, "dump_dir": "dump"}
         assert f"shared is {shared}" in turnwise("train", toy(**PLAIN, output_dir=f"{mode}-2", rollout_mock=block)).output

@@ -16,9 +16,10 @@ from attrs import evolve
 
 from turnwise.contracts.env_manager import Episode, Limits, Sampler
 from turnwise.contracts.inference import GeneratingArgs, Request
+from turnwise.contracts.rollout import EpisodeSpec, Played, RolloutResult, RolloutSettings, TagPlan, WorkerLost
 from turnwise.data import Generation, Sample, Trajectory, Turn
 from turnwise.errors import CheckpointError, ConfigError, EngineError, EnvironmentFailure, TrainerError, TurnwiseError
-from turnwise.rollout import EpisodeSpec, LocalStage, Played, RolloutResult, RolloutSettings, Scheduler, TagPlan, WorkerLost
+from turnwise.rollout import LocalExecutor, Scheduler
 from turnwise.rollout.seeds import REPLACEMENT, environment_seed, request_seed
 
 TURNS = 3
@@ -72,7 +73,6 @@ class Backend:
     """Answers with the request's seed as text; remembers requests and live counts in the order in which they came."""
 
     input = "ids"
-    transports: tuple[str, ...] = ()
 
     def __init__(self, answer: Callable[[Request], Any] | None = None) -> None:
         self.answer = answer
@@ -335,6 +335,70 @@ def test_a_backend_that_cancels_a_request_ends_the_batch_instead_of_hanging_it()
         batch([plan([])], backend=Backend(answer))
 
 
+class Odd(BaseException):
+    """Neither an Exception nor a cancellation: what `sys.exit` and a test's own failure are, too."""
+
+
+def ends(plans: list[TagPlan], backend: Backend) -> None:
+    """Play a batch that must end, within seconds."""
+
+    async def run() -> None:
+        scheduler = schedule(plans, CALM, backend)
+        try:
+            await asyncio.wait_for(scheduler.next_batch(0, version=0), 5)
+        finally:
+            await scheduler.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [Odd("odd"), SystemExit(0), GeneratorExit()])
+def test_a_manager_that_ends_its_task_by_no_exception_ends_the_batch_with_the_error(error: BaseException) -> None:
+    class Leaves(Manager):
+        async def run(self, episode: Episode, sampler: Sampler) -> Trajectory:
+            if (episode.group, episode.member) == (1, 0):
+                raise error
+            return await super().run(episode, sampler)
+
+    log: list[Any] = []
+    backend = Backend()
+    with pytest.raises(TurnwiseError, match=rf"^Lake, group 1, member 0: the episode ended by {type(error).__name__}") as caught:
+        ends([evolve(plan(log), manager=Leaves())], backend)
+    assert caught.value.__cause__ is error
+    assert backend.events[-1] == 0
+    if not isinstance(error, GeneratorExit):  # what is thrown into a coroutine that is dropped: it may await nothing more
+        assert sum(entry[0] == "closed" for entry in log) == 4  # its environment, too
+
+
+@pytest.mark.parametrize("error", [Odd("odd"), SystemExit(0)])
+def test_a_backend_that_raises_no_exception_ends_the_batch_with_the_error(error: BaseException) -> None:
+    async def answer(request: Request) -> None:
+        if request.order == (0, 0, 1, 0, 1):
+            raise error
+
+    with pytest.raises(EngineError, match=rf"backend raised {type(error).__name__}: .* for turn 1 of Lake, group 0, member 1") as caught:
+        ends([plan([])], Backend(answer))
+    assert caught.value.__cause__ is error
+
+
+def test_an_episode_whose_task_is_cancelled_before_it_begins_ends_the_batch() -> None:
+    async def run() -> None:
+        scheduler = schedule([plan([])], CALM, Backend())
+        playing = asyncio.ensure_future(scheduler.next_batch(0, version=0))
+        asyncio.get_running_loop().call_soon(lambda: [task.cancel() for task in asyncio.all_tasks() - {me, playing}])
+        with pytest.raises(EngineError, match="cancelled an episode"):
+            await asyncio.wait_for(playing, 5)
+        await scheduler.close()
+
+    async def main() -> None:
+        nonlocal me
+        me = asyncio.current_task()
+        await run()
+
+    me: asyncio.Task[Any] | None = None
+    asyncio.run(main())
+
+
 def test_the_backend_knows_how_many_are_alive_before_the_first_request() -> None:
     backend = Backend()
     batch([plan([], groups=3)], backend=backend)
@@ -488,16 +552,101 @@ def test_the_state_between_synchronous_batches_is_an_empty_queue() -> None:
     scheduler = schedule([plan([])], CALM, Backend())
     assert scheduler.state() == {"queue": []}
     scheduler.load_state(scheduler.state())
-    with pytest.raises(CheckpointError, match="synchronous"):
-        scheduler.load_state({"queue": [1]})
+    for state in ({"queue": [1]}, {"queue": None}, {}):
+        with pytest.raises(CheckpointError, match="queue of groups"):
+            scheduler.load_state(state)
+
+
+def test_nothing_past_max_steps_is_started() -> None:
+    backend = Backend()
+
+    async def run() -> None:
+        scheduler = schedule([plan([])], evolve(CALM, async_generation_ratio=2, max_steps=2), backend)
+        for step in range(2):
+            await scheduler.next_batch(step, version=step)
+            await asyncio.sleep(0.05)
+        await scheduler.close()
+
+    asyncio.run(run())
+    assert {r.order[1] for r in backend.requests} == {0, 1, 2, 3}
+
+
+def test_a_replacement_is_played_before_what_belongs_to_later_steps() -> None:
+    log: list[Any] = []
+    settings = evolve(CALM, async_generation_ratio=1, max_concurrent=1, max_env_retries=0)
+
+    async def run() -> None:
+        scheduler = schedule([plan(log, fails_first(2, "reset", throw))], settings, Backend())
+        await scheduler.next_batch(0, version=0)
+        await scheduler.next_batch(1, version=0)
+        await scheduler.close()
+
+    asyncio.run(run())
+    seeds = [entry[1] for entry in log if entry[0] == "reset"]
+    assert seeds == [environment_seed(11, "Lake", group) for group in (0, 0, REPLACEMENT, REPLACEMENT, 1, 1, 2, 2, 3, 3)]
+
+
+def test_two_schedulers_of_a_backend_report_one_sum() -> None:
+    """Training that plays ahead, and an evaluation meanwhile."""
+    backend = Backend()
+    freed = asyncio.Event()
+
+    async def answer(request: Request) -> None:
+        if request.order[:2] in ((0, 2), (0, 3)):  # the groups of step 1
+            await freed.wait()
+
+    backend.answer = answer
+
+    async def run() -> None:
+        training = schedule([plan([])], evolve(CALM, async_generation_ratio=1), backend)
+        evaluation = schedule([plan([], groups=3, group_size=1)], evolve(CALM, evaluation=True), backend)
+        await training.next_batch(0, version=0)
+        before = len(backend.events)
+        await evaluation.evaluate()
+        assert [event for event in backend.events[before:] if event != "generate"] == [7, 6, 5, 4]
+        freed.set()
+        await training.next_batch(1, version=0)
+        assert backend.events[-1] == 0
+        await evaluation.evaluate()
+        await training.close()
+        await evaluation.close()
+
+    asyncio.run(run())
+    assert [event for event in backend.events if event != "generate"][-4:] == [3, 2, 1, 0]
+
+
+def test_a_failure_of_what_plays_ahead_lowers_the_number_alive_and_ends_the_next_batch() -> None:
+    backend = Backend()
+
+    async def answer(request: Request) -> None:
+        if request.order == (0, 2, 0, 0, 0):
+            await asyncio.sleep(0.05)
+            raise EngineError("lost")
+        if request.order[1] in (2, 3):
+            await asyncio.sleep(60)
+
+    backend.answer = answer
+
+    async def run() -> None:
+        scheduler = schedule([plan([])], evolve(CALM, async_generation_ratio=1), backend)
+        await scheduler.next_batch(0, version=0)
+        await asyncio.sleep(0.2)
+        assert backend.events[-1] == 3
+        with pytest.raises(EngineError, match="lost"):
+            await scheduler.next_batch(1, version=1)
+        assert backend.events[-1] == 0
+        assert not any(request.order[1] > 3 for request in backend.requests)
+        await scheduler.close()
+
+    asyncio.run(run())
 
 
 class Elsewhere:
-    """A stage that hands every episode to one that plays here, and remembers the attempts; `lose` of them get lost with their worker."""
+    """An executor that hands every episode to one that plays here, and remembers the attempts; `lose` of them get lost with their worker."""
 
     workers = 3
 
-    def __init__(self, inner: LocalStage, lose: int = 0) -> None:
+    def __init__(self, inner: LocalExecutor, lose: int = 0) -> None:
         self.inner, self.lose = inner, lose
         self.specs: list[EpisodeSpec] = []
         self.alive = self.most = self.closed = 0
@@ -526,10 +675,10 @@ class Elsewhere:
 def elsewhere(settings: RolloutSettings, lose: int = 0, groups: int = 2) -> tuple[RolloutResult, Elsewhere]:
     async def run() -> tuple[RolloutResult, Elsewhere]:
         plans, backend = [plan([], groups=groups)], Backend()
-        stage = Elsewhere(LocalStage(plans, settings, backend, None), lose)  # type: ignore[arg-type]
-        scheduler = Scheduler(plans, settings, backend, None, stage)  # type: ignore[arg-type]
+        executor = Elsewhere(LocalExecutor(plans, settings, backend, None), lose)  # type: ignore[arg-type]
+        scheduler = Scheduler(plans, settings, backend, None, executor)  # type: ignore[arg-type]
         try:
-            return await scheduler.next_batch(0, version=0), stage
+            return await scheduler.next_batch(0, version=0), executor
         finally:
             await scheduler.close()
 
@@ -537,24 +686,24 @@ def elsewhere(settings: RolloutSettings, lose: int = 0, groups: int = 2) -> tupl
 
 
 def test_episodes_played_on_another_stage_are_the_same_ones() -> None:
-    there, stage = elsewhere(CALM)
+    there, executor = elsewhere(CALM)
     here = batch([plan([])])
     assert [(t.group, t.member, t.seed) for t in there.trajectories] == [(t.group, t.member, t.seed) for t in here.trajectories]
     assert there.counts == here.counts
-    assert {(s.tag, s.group, s.member, s.attempt) for s in stage.specs} == {("Lake", g, m, 0) for g in (0, 1) for m in (0, 1)}
-    assert {s.seed for s in stage.specs} == {environment_seed(CALM.seed, "Lake", g) for g in (0, 1)}
-    assert stage.closed == 1
+    assert {(s.tag, s.group, s.member, s.attempt) for s in executor.specs} == {("Lake", g, m, 0) for g in (0, 1) for m in (0, 1)}
+    assert {s.seed for s in executor.specs} == {environment_seed(CALM.seed, "Lake", g) for g in (0, 1)}
+    assert executor.closed == 1
 
 
 def test_max_concurrent_is_that_of_one_worker() -> None:
-    _, stage = elsewhere(evolve(CALM, max_concurrent=1), groups=5)
-    assert stage.most == 3
+    _, executor = elsewhere(evolve(CALM, max_concurrent=1), groups=5)
+    assert executor.most == 3
 
 
 def test_a_lost_worker_is_one_failure_however_many_episodes_it_played() -> None:
-    result, stage = elsewhere(evolve(CALM, max_env_failure_rate=0.3), lose=3)
+    result, executor = elsewhere(evolve(CALM, max_env_failure_rate=0.3), lose=3)
     assert result.counts["env_failures"] == 1
     assert result.counts["retries"] == 3
     assert result.counts["episodes"] == 4
     assert len(result.failures) == 3
-    assert sorted(s.attempt for s in stage.specs) == [0, 0, 0, 0, 1, 1, 1]
+    assert sorted(s.attempt for s in executor.specs) == [0, 0, 0, 0, 1, 1, 1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from turnwise.errors import ConfigError
-from turnwise.pipeline.schedules import SCHEDULES, Schedule, learning_rate, warmup_steps_of
+from turnwise.planning.schedules import SCHEDULES, Schedule, learning_rate, warmup_steps_of
 
 OURS = {
     (0, "linear"): {(100, 0, 1): 0.5, (123, 0, 1): 0.385, (199, 0, 1): 0.005, (199, 1, 2): 0.0025},

@@ -9,7 +9,7 @@ import pytest
 
 from turnwise.config.loader import load
 from turnwise.errors import EnvironmentFailure
-from turnwise.pipeline import assembly
+from turnwise.planning import assembly
 
 HANGS = """
 import threading

@@ -19,8 +19,9 @@ from turnwise.contracts.batch_adjust import AdjustContext, AdjustInput, PlannedU
 from turnwise.data.batch import Batch
 from turnwise.data.rows import Update
 from turnwise.data.trajectory import Trajectory
-from turnwise.pipeline import plan as planning
-from turnwise.pipeline.updates import coefficient, derive, plan_step, schedule_of, training_rows, updates
+from turnwise.pipeline.updates import coefficient, derive, plan_step, training_rows, updates
+from turnwise.planning import plan as planning
+from turnwise.planning.schedules import schedule_of
 from turnwise.plugins import registry, reset_registry
 from turnwise.testing.synthetic import batch_of, one_row, played, row_per_turn, trajectories
 

@@ -36,6 +36,36 @@ class Implementation:
     fixtures: Any = None
 
 
+def faults(record: Implementation) -> str:
+    """Why a record cannot be used, or the empty string; attrs does not check what a plugin puts into it."""
+    if not (isinstance(record.name, str) and record.name):
+        return f"whose name is {record.name!r:.60}; it must be text"
+    for key in ("requires", "aliases"):
+        if odd := [one for one in getattr(record, key) if not isinstance(one, str)]:
+            return f"{record.name!r} whose {key} holds {odd[0]!r:.60}; it must be text"
+    if not (callable(record.target) or _names_a_class(record.target)):
+        return f"{record.name!r} whose target is {record.target!r:.60}; it must be a class, or 'module:Class'"
+    for key in ("config", "fixtures"):
+        value = getattr(record, key)
+        if not (value is None or callable(value) or _names_a_class(value)):
+            return f"{record.name!r} whose {key} is {value!r:.60}; it must be None, a class or function, or 'module:name'"
+    if not isinstance(record.presets, dict) or not all(isinstance(k, str) and isinstance(v, dict) and _plain(v) for k, v in record.presets.items()):
+        return f"{record.name!r} whose presets are {record.presets!r:.60}; they must be {{name: {{option: value}}}} of plain data"
+    return "" if isinstance(record.summary, str) else f"{record.name!r} whose summary is {record.summary!r:.60}; it must be text"
+
+
+# A text is checked by its form alone: importing it is left to its first use.
+def _names_a_class(value: Any) -> bool:
+    module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
+    return bool(module and colon and name)
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and _plain(v) for k, v in value.items())
+    return all(map(_plain, value)) if isinstance(value, list | tuple) else value is None or isinstance(value, str | int | float | bool)
+
+
 class Hooks:
     """The hook specifications. A plugin is a module with some of these functions, each marked `@turnwise.hookimpl`."""
 

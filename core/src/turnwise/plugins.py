@@ -5,14 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
-import importlib.util
 import inspect
 import os
 import re
-import sys
-import zlib
 from collections.abc import Iterable, Mapping
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,8 +17,10 @@ import pluggy
 from attrs import define, field, frozen
 
 from turnwise import hookspecs
-from turnwise.errors import MissingPluginError, PluginError, did_you_mean, listed
-from turnwise.hookspecs import KINDS, Implementation
+from turnwise.distributions import canonical, core_range, owner, stem
+from turnwise.errors import MissingPluginError, PluginError, TurnwiseError, UnknownNameError, boundary, did_you_mean, listed, one_line, pip_install
+from turnwise.hookspecs import KINDS, Implementation, faults
+from turnwise.importing import StrangerError, attribute, guarded, is_there, single_file
 
 GROUP = "turnwise"
 DISABLE = "TURNWISE_DISABLE_PLUGINS"
@@ -56,7 +54,7 @@ class Entry:
     @property
     def missing(self) -> tuple[str, ...]:
         """Import names that every mode of it needs and that are not installed."""
-        return tuple(name for name in self.implementation.requires if not _installed(name))
+        return tuple(name for name in self.implementation.requires if not is_there(name))
 
     @property
     def status(self) -> str:
@@ -70,7 +68,10 @@ class Entry:
                 f"{self.kind} {self.name!r} (from {self.distribution}) needs {', '.join(self.missing)}, not installed. "
                 f"Fix: pip install '{self.distribution}[{self.name}]' or the package itself."
             )
-        return self._load(self.implementation.target)
+        target = self._load(self.implementation.target)
+        if not callable(target):
+            raise PluginError(f"{self.kind} {self.name!r} (from {self.distribution}): its target {target!r:.60} is no class. Fix: repair the plugin.")
+        return target
 
     def config_class(self) -> Any | None:
         """The attrs class of its options, or None."""
@@ -83,12 +84,12 @@ class Entry:
     def _load(self, what: Any) -> Any:
         if not isinstance(what, str):
             return what
-        module, _, attribute = what.partition(":")
         try:
-            return getattr(importlib.import_module(module), attribute)
-        except Exception as error:
+            return attribute(what)
+        except StrangerError as failure:
+            error = failure.error
             raise PluginError(
-                f"{self.kind} {self.name!r} (from {self.distribution}) cannot be loaded from {what!r}: {type(error).__name__}: {error}. "
+                f"{self.kind} {self.name!r} (from {self.distribution}) cannot be loaded from {what!r}: {one_line(error)}. "
                 "Fix: reinstall or repair the plugin, or name another implementation."
             ) from error
 
@@ -117,7 +118,8 @@ class Registry:
     @classmethod
     def discover(cls) -> Registry:
         """Everything that is installed, less what TURNWISE_DISABLE_PLUGINS names."""
-        found = cls(blocked={_canonical(n) for n in os.environ.get(DISABLE, "").split(",") if n.strip()})
+        found = cls(blocked={canonical(n) for n in os.environ.get(DISABLE, "").split(",") if n.strip()})
+        # By name: which of two plugins comes first must not depend on the order on disk.
         for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: p.name):
             found._load_entry_point(point)
         return found
@@ -128,7 +130,8 @@ class Registry:
         return sorted(mine, key=lambda e: (e.kind, e.name, e.distribution))
 
     def find(self, kind: str, name: str) -> Entry:
-        """The entry that answers to `name`. Raises PluginError: unknown (with the nearest name), duplicate, or of a broken plugin."""
+        """The entry that answers to `name`. Raises UnknownNameError (with the nearest name, and what is broken), or PluginError: a
+        duplicate."""
         known = self.entries(kind)
         hits, label = [e for e in known if name in e.names], kind.replace("_", " ")
         if len(hits) == 1:
@@ -139,10 +142,12 @@ class Registry:
         faulty = [b for b in self.broken if not self._is_blocked(b.plugin, b.distribution)]
         notes = "".join(f" Broken: {b.plugin} ({b.why})." for b in faulty) + (f" Blocked: {listed(self.blocked)}." if self.blocked else "")
         cause = next((b.error for b in faulty if b.error is not None), None)
-        raise PluginError(
-            f"no {label} is named {name!r}.{did_you_mean(name, [n for e in known for n in e.names])} "
+        hint = did_you_mean(name, [n for e in known for n in e.names])
+        raise UnknownNameError(
+            f"no {label} is named {name!r}.{hint} "
             f"Installed: {listed(e.name for e in known)}.{notes} "
-            "Fix: correct the name, or pip install the plugin that provides it and name it under plugins:."
+            "Fix: correct the name, or install a plugin that provides it and name it under plugins:.",
+            misspelt=bool(hint),
         ) from cause
 
     def build(self, kind: str, name: str, config: Any = None, context: Any = None) -> Any:
@@ -156,31 +161,44 @@ class Registry:
             options = dict(config or {})
             self.check_options(entry, options)
             return target(**options)
-        config_class = entry.config_class()
-        if config_class is not None:
-            return target(config_class() if config is None else config, context)
-        if isinstance(config, Mapping):
-            self.check_options(entry, config)
-            return target(None, context, **config)
-        return target(config, context)
+        label = f"{kind.replace('_', ' ')} {entry.name!r}"
+        with boundary(label, PluginError):
+            try:
+                config_class = entry.config_class()
+                if config_class is not None:
+                    return target(config_class() if config is None else config, context)
+                if isinstance(config, Mapping):
+                    self.check_options(entry, config)
+                    return target(None, context, **config)
+                return target(config, context)
+            except TurnwiseError:
+                raise
+            except Exception as error:  # a stranger's constructor may raise anything
+                why = f"(from {entry.owner}) cannot be built: {one_line(error)}"
+                raise PluginError(f"{label} {why}. Fix: repair the plugin, or its options.") from error
 
     def check_options(self, entry: Entry, options: Mapping[str, Any]) -> None:
         """Compare options with the constructor's signature, for implementations without a config class. Raises PluginError."""
         try:
             parameters = inspect.signature(entry.target()).parameters
-        except ValueError:  # a class written in C tells none; it judges its options itself
+        except (ValueError, TypeError):  # a class written in C has none; it judges its options itself
             return
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return
         known = [n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        # Every other kind gets its config and context first, which are no options.
         known = known if entry.kind == "environment" else known[2:]
         label = f"{entry.kind.replace('_', ' ')} {entry.name!r}"
         for option in options:
             if option not in known:
-                raise PluginError(f"{label} has no option {option!r}.{did_you_mean(option, known)} Its options: {listed(known)}.")
+                raise PluginError(
+                    f"{label} has no option {option!r}.{did_you_mean(option, known)} Its options: {listed(known)}. Fix: correct or remove it."
+                )
         needed = [n for n in known if parameters[n].default is inspect.Parameter.empty and n not in options]
         if needed:
-            raise PluginError(f"{label} needs the option{'s' if len(needed) > 1 else ''} {listed(needed)}.")
+            raise PluginError(
+                f"{label} needs the option{'s' if len(needed) > 1 else ''} {listed(needed)}. Fix: write {'them' if len(needed) > 1 else 'it'}."
+            )
 
     def declare(self, plugins: Iterable[str], base: Path | None = None) -> None:
         """Make a YAML's `plugins:` available: requirement strings, modules, single files (relative to `base`), `no:NAME` to block.
@@ -194,14 +212,17 @@ class Registry:
             except _UndeclaredError as problem:
                 problems.append(problem)
         if problems:
-            fix = f" Fix: pip install {' '.join(map(repr, wanted))}" if (wanted := [p.install for p in problems if p.install]) else ""
+            wanted = [p.install for p in problems if p.install]
+            install = [pip_install(*wanted)] if wanted else []
+            others = ["correct or repair it, or remove it from plugins"] if len(wanted) < len(problems) else []
+            # One cause can be chained: the first that has a traceback to show.
             cause = next((p.__cause__ for p in problems if p.__cause__ is not None), None)
             fault = MissingPluginError if len(wanted) == len(problems) else PluginError
-            raise fault("plugins: " + "; ".join(str(p) for p in problems) + "." + fix) from cause
+            raise fault("plugins: " + "; ".join(str(p) for p in problems) + ". Fix: " + "; ".join([*install, *others])) from cause
 
     def _declare_one(self, item: str, base: Path) -> None:
         if item.startswith("no:"):
-            self.blocked.add(_canonical(item[3:]))
+            self.blocked.add(canonical(item[3:]))
         elif item.endswith(".py"):
             self._declare_file((base / item).resolve(), item)
         elif re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", item):
@@ -212,27 +233,22 @@ class Registry:
     def _declare_file(self, path: Path, item: str) -> None:
         if str(path) in self._seen:
             return
-        if not path.is_file():
+        if not _is_file(path):
             raise _UndeclaredError(f"the file {item!r} does not exist")
-        name = f"turnwise_file_{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{zlib.crc32(str(path).encode()):08x}"  # two folders may hold one each
-        loader = SourceFileLoader(name, str(path))
-        spec = importlib.util.spec_from_loader(name, loader)
-        assert spec is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # so that its classes pickle
         try:
-            loader.exec_module(module)
-        except (Exception, SystemExit) as error:
-            del sys.modules[name]
-            raise self._undeclared(item, error) from error
+            module = single_file(path)
+        except StrangerError as failure:
+            raise self._undeclared(item, failure.error) from failure.error
         self._declared(module, item, str(path))
 
     def _declare_module(self, item: str) -> None:
         if item in self._seen:
             return
         try:
-            module = importlib.import_module(item)
-        except (Exception, SystemExit) as error:
+            with guarded():
+                module = importlib.import_module(item)
+        except StrangerError as failure:
+            error = failure.error
             if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{item}.".startswith(f"{error.name}."):
                 raise _UndeclaredError(f"the module {item!r} is not installed") from error
             raise self._undeclared(item, error) from error
@@ -243,11 +259,12 @@ class Registry:
         self._register(module, item, item, "")
         if len(self.broken) > before:
             raise _UndeclaredError(f"{item!r} is broken: {self.broken[-1].why}") from self.broken[-1].error
+        # Only now: what failed is tried, and reported, again.
         self._seen.add(key)
 
     def _undeclared(self, item: str, error: BaseException) -> _UndeclaredError:
-        self._break(item, item, "", _what(error), error)
-        return _UndeclaredError(f"{item!r} is broken: {_what(error)}")
+        self._break(item, item, "", one_line(error), error)
+        return _UndeclaredError(f"{item!r} is broken: {one_line(error)}")
 
     def _declare_requirement(self, item: str) -> None:
         from packaging.requirements import InvalidRequirement, Requirement
@@ -262,32 +279,35 @@ class Registry:
         try:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            if _installed(item):
+            # A module without a distribution, such as one on PYTHONPATH.
+            if is_there(item):
                 self._declare_module(item)
                 return
-            stems = {_stem(e.distribution): e.distribution for e in self._entries}  # the prefix alone makes no two names alike
-            near = difflib.get_close_matches(_stem(requirement.name), stems, n=1)
+            stems = {stem(e.distribution): e.distribution for e in self._entries}  # the prefix alone makes no two names alike
+            near = difflib.get_close_matches(stem(requirement.name), stems, n=1)
             hint = f" (did you mean {stems[near[0]]!r}?)" if near else ""
             raise _UndeclaredError(f"{requirement.name!r} is not installed{hint}", install=item) from None
         if not requirement.specifier.contains(version, prereleases=True):
             raise _UndeclaredError(f"{requirement.name!r} {version} is installed, {item!r} is wanted", install=item)
-        broken = next((b for b in self.broken if _canonical(b.distribution) == _canonical(requirement.name)), None)
+        broken = next((b for b in self.broken if canonical(b.distribution) == canonical(requirement.name)), None)
         if broken is not None:
             raise _UndeclaredError(f"{requirement.name!r} is broken: {broken.why}") from broken.error
 
     def _load_entry_point(self, point: importlib.metadata.EntryPoint) -> None:
-        distribution = point.dist.name if point.dist else "?"
-        version = point.dist.version if point.dist else ""
+        distribution, version = owner(point)
+        # Before anything is imported: blocking is the way around a plugin that breaks at import.
         if self._is_blocked(point.name, distribution):
             return
-        wanted = _core_range(point)
+        # Before the import too: a plugin for another core may fail in ways that say less.
+        wanted = core_range(point)
         if wanted:
             self._break(point.name, distribution, version, wanted, None)
             return
         try:
-            module = point.load()
-        except (Exception, SystemExit) as error:  # a stranger's module may raise anything; it is isolated and reported
-            self._break(point.name, distribution, version, _what(error), error)
+            with guarded():
+                module = point.load()
+        except StrangerError as failure:  # isolated and reported
+            self._break(point.name, distribution, version, one_line(failure.error), failure.error)
             return
         self._register(module, point.name, distribution, version)
 
@@ -300,14 +320,18 @@ class Registry:
         if why:
             self._break(plugin, distribution, version, f"{why} Hooks, each marked @turnwise.hookimpl: {listed(KINDS)}", None)
             return
+        # All or nothing: a plugin that breaks in its second hook leaves no half of itself behind.
         fresh, hook = list[Entry](), ""
         try:
             self._manager.register(module, name=f"{distribution}:{plugin}:{len(self._manager.get_plugins())}")
             for hook, kind in KINDS.items():
                 if hook in marked:
-                    fresh += [Entry(kind, record, plugin, distribution, version) for record in _records(marked[hook](), hook)]
-        except (Exception, SystemExit) as error:  # as above
-            self._break(plugin, distribution, version, f"hook {hook!r}: {_what(error)}" if hook else _what(error), error)
+                    with guarded():
+                        records = _records(marked[hook](), hook)
+                    fresh += [Entry(kind, record, plugin, distribution, version) for record in records]
+        except Exception as raised:  # as above; the hooks' signatures are pluggy's to judge
+            error = raised.error if isinstance(raised, StrangerError) else raised
+            self._break(plugin, distribution, version, f"hook {hook!r}: {one_line(error)}" if hook else one_line(error), error)
             return
         self._entries += fresh
 
@@ -315,7 +339,7 @@ class Registry:
         self.broken.append(Broken(plugin, distribution, version, why, error))
 
     def _is_blocked(self, plugin: str, distribution: str) -> bool:
-        return bool(self.blocked & {_canonical(plugin), _canonical(distribution), _stem(distribution)})
+        return bool(self.blocked & {canonical(plugin), canonical(distribution), stem(distribution)})
 
 
 class _UndeclaredError(Exception):
@@ -326,10 +350,6 @@ class _UndeclaredError(Exception):
         self.install = install
 
 
-def _what(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
 def _records(records: Any, hook: str) -> list[Implementation]:
     """What a hook returned, if it is a list of usable records; else TypeError."""
     if not isinstance(records, list | tuple):
@@ -337,8 +357,8 @@ def _records(records: Any, hook: str) -> list[Implementation]:
     for record in records:
         if not isinstance(record, Implementation):
             raise TypeError(f"{hook} returned {record!r:.60} in its list; it must return a list of turnwise.Implementation")
-        if not (isinstance(record.name, str) and record.name):
-            raise TypeError(f"{hook} returned an Implementation whose name is {record.name!r:.60}; it must be text")
+        if why := faults(record):
+            raise TypeError(f"{hook} returned an Implementation {why}")
     return list(records)
 
 
@@ -348,39 +368,11 @@ def _manager() -> pluggy.PluginManager:
     return manager
 
 
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name.strip()).lower()
-
-
-def _stem(distribution: str) -> str:
-    return _canonical(distribution).removeprefix("turnwise-")
-
-
-def _installed(name: str) -> bool:
-    if sys.modules.get(name) is not None:
-        return True
+def _is_file(path: Path) -> bool:
     try:
-        return importlib.util.find_spec(name) is not None
-    except Exception:  # of a dotted name the parent is imported, and it may raise anything
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
         return False
-
-
-def _core_range(point: importlib.metadata.EntryPoint) -> str:
-    """Why the plugin's requirement on the core does not admit this core, or the empty string."""
-    from packaging.requirements import InvalidRequirement, Requirement
-
-    from turnwise import __version__
-
-    for text in (point.dist.requires or ()) if point.dist else ():
-        if re.match(r"turnwise(?![\w.-])", text, re.IGNORECASE):
-            try:
-                requirement = Requirement(text)
-            except InvalidRequirement:
-                return f"its requirement {text!r} cannot be read"
-            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-            if applies and not requirement.specifier.contains(__version__, prereleases=True):
-                return f"needs turnwise{requirement.specifier}, this is {__version__}"
-    return ""
 
 
 _registry: Registry | None = None

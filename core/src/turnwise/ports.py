@@ -7,7 +7,7 @@ import random
 import socket
 
 LOWEST, HIGHEST = 21_000, 31_999
-"""Below what Linux hands out to those who ask for any port (32768 and up): who is told the number may listen there seconds later."""
+"""Below what Linux hands out to those who ask for any port (32768 and up): who is given the number may listen there seconds later."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from turnwise import __version__
-from turnwise.errors import ConfigError, MachineError, PluginError, TurnwiseError
+from turnwise.errors import ConfigError, MachineError, PluginError, TurnwiseError, one_line
 
 CONFIG_EXIT, MACHINE_EXIT = 2, 3
 
@@ -24,15 +24,23 @@ class Commands(click.Group):
         except TurnwiseError as error:
             if ctx.params.get("debug"):
                 raise
+            for line in getattr(error, "besides", ()):
+                click.echo(line, err=True)
             for line in str(error).split("\n"):
                 click.echo(f"error: {line}", err=True)
             for note in getattr(error, "__notes__", ()):
                 click.echo(note, err=True)
             sys.exit(exit_code(error))
+        except SystemExit as error:  # no command ends so (click has an Exit of its own): code of a plugin did, and its status is none of ours
+            if ctx.params.get("debug"):
+                raise
+            click.echo(f"error: code of a plugin ended the command by {one_line(error)}. Fix: it returns or raises; --debug shows where.", err=True)
+            sys.exit(1)
 
 
 def exit_code(error: TurnwiseError) -> int:
     """2: the configuration or a plugin, 3: the machine, 1: anything that failed while running."""
+    # 2 is click's own for a wrong command line, too.
     if isinstance(error, ConfigError | PluginError):
         return CONFIG_EXIT
     return MACHINE_EXIT if isinstance(error, MachineError) else 1
@@ -145,7 +153,7 @@ def test_plugin(name: str, kind: str | None, declared: tuple[str, ...], strict: 
     """Run the contract tests of a kind on the implementation NAME (or on everything in a .py file)."""
     from turnwise.cli.plugins import test
 
-    sys.exit(test(name, kind, declared, strict))
+    raise click.exceptions.Exit(test(name, kind, declared, strict))
 
 
 if __name__ == "__main__":

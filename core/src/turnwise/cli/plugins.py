@@ -62,5 +62,6 @@ def test(name: str, kind: str | None, declared: tuple[str, ...], strict: bool) -
     if not name.endswith(".py"):
         return run_conformance(name, kind, strict)
     known.declare([name], Path())
+    # What was installed before is not this file's.
     fresh = [e for e in known.entries() if (e.kind, e.name) not in before and kind in (None, e.kind)]
     return max((run_conformance(e.name, e.kind, strict) for e in fresh), default=0)

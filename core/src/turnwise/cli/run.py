@@ -15,22 +15,24 @@ from typing import Any
 
 import click
 
-from turnwise.config.convert import to_plain
 from turnwise.config.loader import Loaded, load
 from turnwise.config.schema import Choice
 from turnwise.data.record import plain
 from turnwise.data.trajectory import Trajectory
 from turnwise.errors import OutOfMemory, TurnwiseError
-from turnwise.pipeline import checkpoint, estimates, frames, play
-from turnwise.pipeline import plan as planning
-from turnwise.pipeline.drift import drift_warnings
-from turnwise.pipeline.loop import Interrupted, Pipeline
-from turnwise.pipeline.preflight import preflight, refuse
+from turnwise.pipeline import frames
+from turnwise.pipeline import standalone as play
+from turnwise.pipeline.loop import Interrupted
+from turnwise.pipeline.run import Pipeline
+from turnwise.planning import estimates, resume
+from turnwise.planning import plan as planning
+from turnwise.planning.chat_drift import drift_warnings
+from turnwise.planning.preflight import Findings, preflight, refuse
 from turnwise.plugins import registry
 
 
 def _loaded(path: Path, overrides: Sequence[str], notes: bool = False, planning: bool = False, checking: bool = False) -> Loaded:
-    """Load, and tell the warnings; the notes on what was translated where somebody asks about the configuration itself."""
+    """Load, and report the warnings; the notes on what was translated where somebody asks about the configuration itself."""
     loaded = load(path, overrides, planning=planning, checking=checking)
     for note in loaded.notes if notes else ():
         click.echo(f"note: {note}", err=True)
@@ -39,29 +41,37 @@ def _loaded(path: Path, overrides: Sequence[str], notes: bool = False, planning:
     return loaded
 
 
+def _findings(loaded: Loaded, path: Path) -> Findings:
+    """What is wrong before a start, with the place of the key where one is at fault."""
+    found = preflight(loaded.config, path.parent, loaded.lacks, loaded.missing)
+    return Findings([loaded.sources.placed(line) for line in found.config], found.machine)
+
+
 def train(path: Path, overrides: Sequence[str]) -> None:
     """Train; an error says what was saved and how to go on."""
     loaded = _loaded(path, overrides, checking=True)
     config = loaded.config
-    refuse(preflight(config, path.parent, loaded.lacks))
+    refuse(_findings(loaded, path))
     logs = Path(config.logging_dir or config.output_dir)
-    pipeline = Pipeline(config, path.parent, to_plain(config))
+    pipeline = Pipeline(config, path.parent, loaded.plain())
+    # Not before preflight: a run that is refused leaves no folder behind.
     log = _log_to(logs)
     try:
         for note in loaded.notes:
             log.info("%s", note)
         outcome = asyncio.run(pipeline.run())
-    except (Exception, KeyboardInterrupt) as error:
-        told = [f"saved: {pipeline.saved or 'nothing yet'}"]
-        if pipeline.saved is not None and pipeline.first is not None:  # what could not even be resumed is no advice
-            told.append(f"resume: {_resume_command(path, overrides, pipeline)}")
-        where = "\n".join(told)
+    except BaseException as error:  # sys.exit() in a plugin is a failure, too, whatever its status
+        lines = [f"saved: {pipeline.progress.saved or 'nothing yet'}"]
+        if pipeline.progress.saved is not None and pipeline.progress.first is not None:  # what could not even be resumed is no advice
+            lines.append(f"resume: {_resume_command(path, overrides, pipeline)}")
+        where = "\n".join(lines)
         if isinstance(error, Interrupted | KeyboardInterrupt):
             click.echo(f"{str(error) or 'stopped at once'}\n{where}", err=True)
-            sys.exit(130)
+            # 128 + SIGINT, as shells report it.
+            raise click.exceptions.Exit(130) from None
         log.info("the run ended with an error", exc_info=error)
         if isinstance(error, OutOfMemory):
-            raise OutOfMemory("; ".join([str(error), *told])) from error
+            raise OutOfMemory("; ".join([str(error), *lines])) from error
         if isinstance(error, TurnwiseError):
             error.add_note(where)
             raise
@@ -75,7 +85,7 @@ def train(path: Path, overrides: Sequence[str]) -> None:
         click.echo(f"watch it play: {_command('rollout', path, overrides)} --model latest --episodes 3")
 
 
-def _unforeseen(error: Exception, logs: Path) -> TurnwiseError:
+def _unforeseen(error: BaseException, logs: Path) -> TurnwiseError:
     """An error that nothing foresaw (of a plugin, or of the machine), as one line."""
     what = " ".join(f"{type(error).__name__}: {error}".split())
     return TurnwiseError(f"the run failed: {what}. The traceback is in {logs / 'run.log'}.")
@@ -94,15 +104,15 @@ def program() -> str:
 
 
 def _resume_command(path: Path, overrides: Sequence[str], pipeline: Pipeline) -> str:
-    """The command that goes on from `pipeline.saved`: the newest checkpoint of the run, or one that it was itself resumed from."""
-    newest = checkpoint.listed(pipeline.folders.checkpoints)[-1:]
-    which = "true" if newest == [pipeline.saved] else str(pipeline.saved)
+    """The command that goes on from `pipeline.progress.saved`: the newest checkpoint of the run, or one that it was itself resumed from."""
+    newest = resume.listed(pipeline.folders.checkpoints)[-1:]
+    which = "true" if newest == [pipeline.progress.saved] else str(pipeline.progress.saved)
     kept = [o for o in overrides if not o.startswith("resume_from_checkpoint=")]
     return _command("train", path, [*kept, f"resume_from_checkpoint={which}"])
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that falls silent where it cannot be written (a full disk): the run does not depend on it, and tells its own end."""
+    """A log file that falls silent where it cannot be written (a full disk): the run does not depend on it, and reports its own end."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
         """Leave the record out."""
@@ -185,6 +195,7 @@ def rollout(
 def _player(name: str | None) -> Choice | None:
     if name is None:
         return None
+    # Looked up, so that an alias becomes the name, and a misspelt one an error with a hint.
     entry = registry().find("inference_backend", name)
     return Choice(entry.name)
 
@@ -219,12 +230,13 @@ def plan(path: Path, overrides: Sequence[str], *, as_json: bool, earlier: Path |
     needs = estimates.estimates(loaded.config, path.parent, device_gb=device_gb, earlier=earlier)
     own = [*planning.warnings(loaded.config, values), *estimates.warnings(needs, loaded.config)]
     warnings = [*loaded.warnings, *own]
+    meanings = planning.other_meanings(loaded.config) if loaded.foreign else []
     if as_json:
-        click.echo(json.dumps({**values, **needs, "notes": [*loaded.notes, *planning.other_meanings(loaded.config)], "warnings": warnings}, indent=1))
+        click.echo(json.dumps({**values, **needs, "notes": [*loaded.notes, *meanings], "warnings": warnings}, indent=1))
         return
     click.echo(planning.render(values))
     click.echo(estimates.render(needs))
-    for note in planning.other_meanings(loaded.config):
+    for note in meanings:
         click.echo(f"note: {note}")
     for warning in own:
         click.echo(f"warning: {warning}")
@@ -233,13 +245,13 @@ def plan(path: Path, overrides: Sequence[str], *, as_json: bool, earlier: Path |
 def check(path: Path, overrides: Sequence[str]) -> None:
     """Report what is wrong with the configuration, and what this machine lacks."""
     loaded = _loaded(path, overrides, notes=True, checking=True)
-    findings = preflight(loaded.config, path.parent, loaded.lacks)
+    findings = _findings(loaded, path)
     for line in findings.config:
         click.echo(f"config: {line}", err=True)
     for line in findings.machine:
         click.echo(f"machine: {line}", err=True)
     if findings.config or findings.machine:
-        sys.exit(2 if findings.config else 3)
+        raise click.exceptions.Exit(2 if findings.config else 3)
     for line in drift_warnings(loaded.config, path.parent):
         click.echo(f"warning: {line}", err=True)
     click.echo(f"{path}: ready to train")

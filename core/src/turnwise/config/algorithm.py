@@ -9,8 +9,10 @@ import attrs
 
 from turnwise.config.choices import TOP_LEVEL, Slot
 from turnwise.config.convert import unknown_key
-from turnwise.config.report import Report, dotted
+from turnwise.config.problems import Report, dotted
 from turnwise.config.schema import RunConfig
+from turnwise.errors import PluginError
+from turnwise.plugins import Registry
 
 CHOOSERS = ("adv_estimator", "pg_variant", "batch_adjust_mode", "group_filters")
 """The choices whose options may stand at the top level."""
@@ -22,21 +24,13 @@ SHARED = (
 )  # fmt: skip
 """Keys of the core that implementations may have too: they get the value when the YAML gives it."""
 
-FIELD = {
-    **dict.fromkeys(("lambd", "step_reward_gamma", "episode_reward_weight", "step_reward_weight", "similarity_threshold"), "adv_estimator"),
-    **dict.fromkeys(
-        (
-            "pg_clip", "pg_clip_low", "pg_clip_high", "dual_clip_loss", "dual_clip_c", "tis_lower_bound", "tis_upper_bound", "topr_sign",
-            "topr_weight_pos", "topr_weight_neg", "cispo_epsilon_low", "cispo_epsilon_high", "kimi15_tau", "gspo_clip_low", "gspo_clip_high",
-            "gspo_level", "gmpo_clip", "sapo_tau_pos", "sapo_tau_neg", "dppo_mask", "dppo_delta",
-        ),
-        "pg_variant",
-    ),
-}  # fmt: skip
-"""Keys that the field knows → the choice whose implementations may use them; with another choice they are a warning."""
+OF_ESTIMATORS = ("lambd",)
+"""Keys of the core that nothing but an estimator reads."""
 
 
-def give_algorithm_keys(data: dict[str, Any], slots: Sequence[Slot], reads: set[str], included: set[str], report: Report) -> dict[str, Any]:
+def give_algorithm_keys(
+    data: dict[str, Any], slots: Sequence[Slot], reads: set[str], included: set[str], registry: Registry, report: Report
+) -> dict[str, Any]:
     """Take every top-level key that is not the schema's out of `data`: to the implementations, to `vars`, or into the report.
 
     Returns the free keys."""
@@ -49,18 +43,18 @@ def give_algorithm_keys(data: dict[str, Any], slots: Sequence[Slot], reads: set[
         for slot in takers:
             _give(slot, key, data[key], report)
         if key in schema:
-            if not takers and key in FIELD:
-                _without_effect(key, chosen, report)
+            if not takers and key in OF_ESTIMATORS:
+                _without_effect(key, "adv_estimator", chosen, report)
             continue
         value = data.pop(key)
         if takers:
             algorithm[key] = value
         elif key in reads or key in included:
             free[key] = value
-        elif key in FIELD:
-            _without_effect(key, chosen, report)
+        elif key in (others := _others(registry)):
+            _without_effect(key, others[key], chosen, report)
         else:
-            report.error((key,), unknown_key(key, [*schema, *FIELD, *_options(chosen)]))
+            report.error((key,), unknown_key(key, [*schema, *others, *_options(chosen)]))
     _keep_free(data, free, reads, report)
     data["algorithm"] = algorithm
     return free
@@ -75,8 +69,20 @@ def _give(slot: Slot, key: str, value: Any, report: Report) -> None:
     report.sources.moved[inside] = (key,)
 
 
-def _without_effect(key: str, chosen: Sequence[Slot], report: Report) -> None:
-    chooser = FIELD[key]
+def _others(registry: Registry) -> dict[str, str]:
+    """Options of any installed implementation → the choice that would have to be another one."""
+    found: dict[str, str] = {}
+    for chooser in CHOOSERS:
+        for entry in registry.entries(TOP_LEVEL[chooser]):
+            try:
+                options = entry.config_class()
+            except PluginError:  # reported where it is named
+                continue
+            found |= {a.name: chooser for a in attrs.fields(options) if a.init and a.name not in found} if options is not None else {}
+    return found
+
+
+def _without_effect(key: str, chooser: str, chosen: Sequence[Slot], report: Report) -> None:
     names = [slot.entry.name for slot in chosen if slot.path[0] == chooser]
     if names:  # the choice itself may be what is wrong
         report.warn((key,), f"{key} has no effect with {chooser} {names[0]!r}")

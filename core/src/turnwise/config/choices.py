@@ -9,9 +9,9 @@ import attrs
 from attrs import define
 
 from turnwise.config.convert import describe, structure, unknown_key
-from turnwise.config.report import Path, Report, at
-from turnwise.config.schema import Choice, CustomEnv, RunConfig
-from turnwise.errors import PluginError
+from turnwise.config.problems import Path, Report, at
+from turnwise.config.schema import MANAGERS, ROLES, UNKNOWN, Choice, CustomEnv, RunConfig
+from turnwise.errors import PluginError, UnknownNameError
 from turnwise.plugins import Entry, Registry
 
 TOP_LEVEL = {
@@ -25,9 +25,6 @@ TOP_LEVEL = {
     "baselines": "inference_backend",
 }
 """Top-level key → kind of the implementation that it names."""
-
-ROLES = {"actor_train": "train_strategy", "actor_infer": "inference_backend", "reference": "train_strategy", "critic": "train_strategy"}
-"""Role → kind of its strategy."""
 
 STRATEGY_ALIASES = {
     "tp_size": ("tensor_model_parallel_size", "tensor_parallel_size"),
@@ -59,6 +56,7 @@ def find_choices(data: dict[str, Any], registry: Registry, report: Report) -> li
     for key, kind in TOP_LEVEL.items():
         default = _default(RunConfig, key)
         several = isinstance(default, tuple)
+        # A default goes the way of a name that was written: where it is not installed, that is reported too.
         value = data.setdefault(key, [c.name for c in default] if isinstance(default, tuple) else default.name)
         if several and isinstance(value, str | Mapping):  # one name instead of a list
             data[key] = value = [value]
@@ -76,6 +74,9 @@ def find_choices(data: dict[str, Any], registry: Registry, report: Report) -> li
     for tag, env in _environments(data):
         env.setdefault("env_manager", _default(CustomEnv, "env_manager").name)
         slots.append(_slot(data, ("custom_envs", tag, "env_manager"), "env_manager", registry, report))
+        named = env.get("samplers")
+        for name in list(named) if isinstance(named, dict) else ():
+            slots.append(_slot(data, ("custom_envs", tag, "samplers", name), "inference_backend", registry, report))
     return [slot for slot in slots if slot is not None]
 
 
@@ -93,7 +94,7 @@ def _environments(data: Mapping[str, Any]) -> Iterable[tuple[Any, dict[str, Any]
 def _slot(data: dict[str, Any], path: Path, kind: str, registry: Registry, report: Report) -> Slot | None:
     value = at(data, path)
     holder = at(data, path[:-1])
-    holder[path[-1]] = Choice("?")  # so that the conversion finds no second fault in what is reported here
+    holder[path[-1]] = Choice(UNKNOWN)  # so that the conversion finds no second fault in what is reported here
     read = _read(value, path, report)
     if read is None:
         return None
@@ -105,7 +106,10 @@ def _slot(data: dict[str, Any], path: Path, kind: str, registry: Registry, repor
             raise PluginError(f"{kind} {name!r} (from {entry.distribution}): its config class {cls!r} is no attrs class. Fix: repair the plugin.")
         return Slot(path, kind, entry, cls, dict(options), inside)
     except PluginError as error:
+        # The first cause alone is chained: `--debug` shows one traceback, and later mistakes often follow from the
+        # first.
         report.cause = report.cause or error
+        # Blame the line of the name, not the first line of the block.
         named = next((key for key in ("use", "strategy_name") if isinstance(value, Mapping) and key in value), None)
         report.error((*path, named) if named else path, str(error))
         return None
@@ -139,6 +143,8 @@ def finish_choices(data: dict[str, Any], slots: Iterable[Slot], registry: Regist
 
     `loose`: options that a translation brought; where the implementation has no such option that is a warning."""
     for slot in slots:
+        # The user wrote no such name: what the translation brought and this implementation lacks is no mistake of the
+        # file.
         for name in [n for n in slot.options if (*slot.path, n) in loose and slot.config_class is not None and n not in slot.fields]:
             report.warn((*slot.inside, name), f"has no effect: {slot.kind.replace('_', ' ')} {slot.entry.name!r} has no option {name!r}")
             del slot.options[name]
@@ -157,6 +163,7 @@ def _structured(slot: Slot, registry: Registry, report: Report) -> Any:
         options = {k: v for k, v in options.items() if k in slot.fields}
         if rest:
             options["engine_args"] = {**(options.get("engine_args") or {}), **rest}
+            report.sources.moved.update({(*slot.inside, "engine_args", k): (*slot.inside, k) for k in rest})
     config, problems = structure(slot.config_class, options)
     for path, text in problems:
         report.error((*slot.inside, *path), text)
@@ -179,6 +186,7 @@ def _named_as_the_engine_does(slot: Slot, report: Report) -> dict[str, Any]:
 
 
 def _check_signature(entry: Entry, options: Mapping[str, Any], path: Path, registry: Registry, report: Report) -> None:
+    # The signature is known only by importing it, and that needs what is missing.
     if entry.missing:
         report.warn(path, f"not checked: {entry.kind.replace('_', ' ')} {entry.name!r} needs {', '.join(entry.missing)}, not installed here")
         return
@@ -195,14 +203,15 @@ def check_environments(data: Mapping[str, Any], registry: Registry, report: Repo
     played = _played(data)
     for tag, env in _environments(data):
         name, options = env.get("env_type"), env.get("env_config") or {}
+        # A tag that is written down and not played needs nothing installed.
         if (played and tag not in played) or not isinstance(name, str) or not isinstance(options, Mapping):
             continue
         path: Path = ("custom_envs", tag)
         try:
             entry = registry.find("environment", name)
         except PluginError as error:
-            if "Did you mean" not in str(error):  # else it is misspelt
-                report.lack((*path, "env_type"), str(error), "`plan` works without it, and does not check env_config")
+            if isinstance(error, UnknownNameError) and not error.misspelt:
+                report.miss((*path, "env_type"), str(error), "`plan` works without it, and does not check env_config")
                 continue
             report.cause = report.cause or error
             report.error((*path, "env_type"), str(error))
@@ -211,5 +220,5 @@ def check_environments(data: Mapping[str, Any], registry: Registry, report: Repo
 
 
 def _played(data: Mapping[str, Any]) -> set[str]:
-    tags = [at(data, (manager, "tags")) for manager in ("train_env_manager", "val_env_manager")]
+    tags = [at(data, (manager, "tags")) for manager in MANAGERS]
     return {tag for several in tags if isinstance(several, list) for tag in several if isinstance(tag, str)}

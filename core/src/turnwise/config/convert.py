@@ -15,9 +15,10 @@ from cattrs.cols import homogenous_tuple_structure_factory, list_structure_facto
 from cattrs.errors import AttributeValidationNote, IterableValidationNote, StructureHandlerNotFoundError
 from cattrs.gen import make_dict_structure_fn
 
-from turnwise.config.report import Path
-from turnwise.config.schema import Choice, RunConfig
-from turnwise.errors import did_you_mean, listed
+from turnwise.config.problems import Path
+from turnwise.config.schema import ROLES, Choice, RunConfig
+from turnwise.errors import did_you_mean, listed, one_line
+from turnwise.importing import StrangerError, guarded
 
 Problem = tuple[Path, str]
 """A path inside the converted value, and what is wrong there."""
@@ -33,9 +34,12 @@ class WrongTypeError(ValueError):
 def structure(cls: Any, value: Any) -> tuple[Any, list[Problem]]:
     """`value` as `cls`, and no problem; or None and every problem."""
     try:
-        return _CONVERTER.structure(value, cls), []
-    except Exception as error:  # cattrs groups them; what a plugin's own validator raises is among them
-        return None, _problems(error, ())
+        # A plugin's config class runs its own validators in here: whatever they raise has to end as a problem in the
+        # report.
+        with guarded():
+            return _CONVERTER.structure(value, cls), []
+    except StrangerError as failure:  # cattrs groups them; what a plugin's own validator raises is among them
+        return None, _problems(failure.error, ())
 
 
 def describe(annotation: Any) -> str:
@@ -84,6 +88,7 @@ def _fix(value: Any, needed: str) -> str:
 
 
 def _int(value: Any, _: Any = None) -> int:
+    # `type(…) is`, not isinstance: True is an int to Python, and a switch written where a number belongs is a slip.
     if type(value) is not int:
         raise WrongTypeError(value, describe(int))
     return value
@@ -92,8 +97,9 @@ def _int(value: Any, _: Any = None) -> int:
 def _float(value: Any, _: Any = None) -> float:
     if type(value) not in (int, float):
         raise WrongTypeError(value, describe(float))
+    # YAML has `.nan`, and every comparison with it is false: it would pass all the ranges.
     if math.isnan(value):
-        raise WrongTypeError(value, describe(float), " Fix: write a number that is one")
+        raise ValueError("nan is not a number, which a number has to be. Fix: write one, or remove the key for its default")
     return float(value)
 
 
@@ -131,6 +137,7 @@ def _is_union(annotation: Any) -> bool:
 
 def _list_factory(annotation: Any, converter: Converter) -> Any:
     origin, args = get_origin(annotation) or annotation, get_args(annotation)
+    # tuple[X, Y] has a length and a type for each place; tuple[X, ...] is a list of one type.
     fixed = origin is tuple and bool(args) and args[-1] is not Ellipsis
     if origin is tuple and not fixed:
         inner = homogenous_tuple_structure_factory(annotation, converter)
@@ -179,6 +186,7 @@ def _literal_factory(annotation: Any, _: Converter) -> Any:
     known = get_args(annotation)
 
     def hook(value: Any, _: Any = None) -> Any:
+        # 1 == True and 0 == False in Python, so the type has to agree too.
         if not any(value == name and type(value) is type(name) for name in known):
             hint = did_you_mean(value, [k for k in known if isinstance(k, str)]) if isinstance(value, str) else ""
             raise ValueError(f"{value!r} is none of {', '.join(map(repr, known))}.{hint} Fix: choose one of them")
@@ -195,6 +203,8 @@ def _union_factory(annotation: Any, converter: Converter) -> Any:
         for member in sorted(members, key=lambda m: m is float):  # a whole number stays one where both are allowed
             if _fits(value, member):
                 return None if member is type(None) else converter.structure(value, member)
+        # Text that fits no member is rather a misspelt name than a value of another type, and the Literal suggests
+        # names.
         literal = [m for m in members if get_origin(m) is Literal]
         if literal and isinstance(value, str):
             return converter.structure(value, literal[0])
@@ -245,12 +255,15 @@ def _problems(error: BaseException, path: Path) -> list[Problem]:
     if isinstance(error, ForbiddenExtraKeysError):
         known = [a.name for a in attrs.fields(error.cl) if a.init]
         return [((*path, key), unknown_key(key, known)) for key in sorted(error.extra_fields)]
+    # cattrs raises a bare KeyError for a missing key; one that a validator raised names something else.
     if isinstance(error, KeyError) and error.args and path and error.args[0] == path[-1]:
         return [(path, "this key is required. Fix: write it")]
     if isinstance(error, StructureHandlerNotFoundError):
         return [(path, f"a plugin's option has the type {error.type_!r}, which YAML cannot express. Fix: report it to the plugin's author")]
-    text = str(error.args[0]) if error.args else type(error).__name__
-    return [(path, text.rstrip(". "))]
+    if isinstance(error, ValueError | TypeError) and error.args:
+        text = one_line(error).partition(": ")[2].rstrip(". ")
+        return [(path, text if "Fix: " in text else f"{text}. Fix: correct the value")]
+    return [(path, f"its check ended by {one_line(error)}. Fix: correct the value, or repair the plugin")]
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
@@ -260,7 +273,7 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
 
 
 def _blamed(error: BaseException, cls: Any) -> Path:
-    """The option that a validator's message begins with, as in `pg_clip must be positive`."""
+    """The option that a validator's message begins with, as in `that_option must be positive`."""
     first = re.match(r"\W*(\w+)", str(error.args[0])) if error.args and not isinstance(error, ForbiddenExtraKeysError) else None
     return (first[1],) if first and attrs.has(cls) and first[1] in (a.name for a in attrs.fields(cls)) else ()
 
@@ -280,7 +293,7 @@ def to_plain(config: RunConfig) -> dict[str, Any]:
     A choice is `{"use": name, **options}`, a role's strategy_args `{"strategy_name": name, "strategy_config": options}`."""
     whole = plain(config)
     assert isinstance(whole, dict)
-    for role in ("actor_train", "actor_infer", "reference", "critic"):
+    for role in ROLES:
         args = whole[role] and whole[role]["strategy_args"]
         if args:
             whole[role]["strategy_args"] = {"strategy_name": args.pop("use"), "strategy_config": args}

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from turnwise.config.report import Path, Report
+from turnwise.config.problems import Path, Report
+from turnwise.config.schema import MANAGERS
 
 
 def add_defaults(data: dict[str, Any], report: Report) -> None:
     """`output_dir` under the run's name, sampling of evaluation over that of training, an even split of the groups over the tags."""
     if "output_dir" not in data:
         data["output_dir"] = f"runs/{data.get('exp_name', 'turnwise')}"
+    # Evaluation is greedy unless it says otherwise.
     _sampling(data, "val_env_manager", {"temperature": 0}, report)
     if isinstance(data.get("train_env_manager"), dict) and data["train_env_manager"].get("generating_args") is not None:
         _sampling(data, "train_env_manager", {}, report)
-    for manager in ("train_env_manager", "val_env_manager"):
+    for manager in MANAGERS:
         if isinstance(data.get(manager), dict):
             _tags(data, manager, report)
             _split(data[manager])
@@ -62,6 +64,7 @@ def _split(block: dict[str, Any]) -> None:
     tags, groups = block.get("tags"), block.get("num_env_groups", 1)
     if not block.get("num_groups_partition") and isinstance(tags, list) and tags and type(groups) is int and groups > 0:
         each, rest = divmod(groups, len(tags))
+        # The first tags get the rest, one group each.
         block["num_groups_partition"] = [each + (i < rest) for i in range(len(tags))]
 
 
@@ -69,7 +72,8 @@ def _batch_of_evaluation(data: dict[str, Any]) -> None:
     block = data.get("val_env_manager")
     if isinstance(block, dict) and data.get("val_batch_size") is None:
         groups, size = block.get("num_env_groups", 1), block.get("group_size", 1)
-        if type(groups) is int and type(size) is int:
+        # The conversion that follows reports what is no number.
+        if type(groups) is int and type(size) is int and groups > 0 < size:
             data["val_batch_size"] = groups * size
 
 

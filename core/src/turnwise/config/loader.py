@@ -13,26 +13,28 @@ from omegaconf.errors import OmegaConfBaseException
 from turnwise import plugins
 from turnwise.config.algorithm import give_algorithm_keys
 from turnwise.config.choices import check_environments, find_choices, finish_choices
-from turnwise.config.convert import structure
+from turnwise.config.convert import structure, to_plain
 from turnwise.config.defaults import add_defaults
-from turnwise.config.field_keys import RULES
-from turnwise.config.includes import Includes, check_presets, presets, read_layers
+from turnwise.config.foreign.keys import RULES
+from turnwise.config.foreign.translate import apply
+from turnwise.config.problems import Path, Report, Sources, at, masked
 from turnwise.config.relations import check_relations
-from turnwise.config.report import Report, Sources
-from turnwise.config.resolve import Merged, add_presets, merge, note_reads, resolve
 from turnwise.config.schema import RunConfig
-from turnwise.config.translate import apply
-from turnwise.errors import MachineError, MissingPluginError, PluginError
+from turnwise.config.source.includes import Includes, check_presets, presets, read_layers
+from turnwise.config.source.layers import Merged, add_presets, merge, note_reads
+from turnwise.config.source.resolve import Resolved, escaped, resolve, secrets
+from turnwise.errors import ConfigError, MachineError, MissingPluginError, PluginError
 from turnwise.plugins import Registry
 
 
 @frozen
 class Loaded:
-    """A configuration that can run. `notes`: what was translated. `warnings`: what has no effect, or an unlikely one. `lacks`: what is not here
-    (an environment that is not installed, a feature of a later version), in a configuration that is not wrong.
+    """A configuration that can run. `notes`: what was translated. `warnings`: what has no effect, or an unlikely one. `lacks`: what this
+    machine has not, and `missing`: what Turnwise has not (an environment that no plugin brings, a feature of a later version), in a configuration
+    that is not wrong. `foreign`: it has keys of another framework.
 
     `sources` says where a key was written. `text` is the configuration as YAML, includes, overrides and `${…}` resolved: `load` reads
-    it again from any folder."""
+    it again from any folder. `references`: path → text, for what comes from the environment, whose values are never written."""
 
     config: RunConfig
     notes: list[str] = field(factory=list)
@@ -40,6 +42,27 @@ class Loaded:
     sources: Sources = field(factory=lambda: Sources(""))
     text: str = ""
     lacks: list[str] = field(factory=list)
+    references: dict[Path, str] = field(factory=dict)
+    missing: list[str] = field(factory=list)
+    foreign: bool = False
+
+    def plain(self) -> dict[str, Any]:
+        """The configuration as `to_plain` gives it, for loggers and checkpoints: `${oc.env:NAME}` stays where the environment was read."""
+        hidden = secrets(self.references)
+
+        def shown(value: Any, path: Path) -> Any:
+            own = path[1:] if path[:1] == ("algorithm",) else path
+            if (text := self.references.get(self.sources.written(own))) is not None:
+                return text
+            if isinstance(value, dict):
+                return {k: shown(v, (*path, k)) for k, v in value.items()}
+            if isinstance(value, list):
+                return [shown(v, (*path, i)) for i, v in enumerate(value)]
+            return masked(value, hidden) if isinstance(value, str) else value
+
+        whole = shown(to_plain(self.config), ())
+        assert isinstance(whole, dict)
+        return whole
 
 
 def load(
@@ -48,8 +71,8 @@ def load(
     """Read `path` with `key=value` overrides. Raises ConfigError with every problem at once, one line each; without one, MachineError with
     everything that the configuration needs and is not here.
 
-    `checking`: what is not here stands in `Loaded.lacks` instead. `planning`: only arithmetic is wanted (`turnwise plan`), so that a missing
-    distribution of `plugins:`, an environment that is not installed and asynchronous training are warnings."""
+    `checking`: what is not here stands in `Loaded.lacks` and `Loaded.missing`. `planning`: only arithmetic is wanted (`turnwise plan`):
+    a missing distribution of `plugins:`, an environment that is not installed and asynchronous training are warnings."""
     file = FilePath(path)
     registry = plugins.registry() if registry is None else registry
     found = read_layers(file, str(path))
@@ -59,17 +82,23 @@ def load(
         report.plain(problem)
     _declare(merged, file.parent, registry, report)
     _presets(found, merged, registry, report)
-    data = resolve(merged, report)
-    whole = _escaped(data)
-    config, free = _convert(data, merged, registry, report)
+    resolved = resolve(merged, report)
+    # From here on a message may quote a value of the environment, so every line is masked.
+    report.secrets = secrets(resolved.references)
+    # Taken before the translation changes the data: the text is read by `load` again, and translated then.
+    whole = _referring(resolved)
+    config, free = _convert(resolved.data, merged, registry, report)
     if config is not None:
         config = check_relations(config, registry, report)
     report.raise_problems()
     assert config is not None
+    # A mistake of the file goes first: `raise_problems` lists what is missing here beside it.
+    if report.missing and not checking:
+        raise ConfigError(report.missing, [f"machine: {line}" for line in report.lacks])
     if report.lacks and not checking:
         raise MachineError("\n".join(report.lacks))
     text = OmegaConf.to_yaml(OmegaConf.create(_portable(whole, free, file.parent)))
-    return Loaded(config, report.notes, report.warnings, report.sources, text, report.lacks)
+    return Loaded(config, report.notes, report.warnings, report.sources, text, report.lacks, resolved.references, report.missing, report.foreign)
 
 
 def _declare(merged: Merged, folder: FilePath, registry: Registry, report: Report) -> None:
@@ -78,7 +107,7 @@ def _declare(merged: Merged, folder: FilePath, registry: Registry, report: Repor
         wanted = OmegaConf.select(merged.config, "plugins")
         names = [item for item in wanted if isinstance(item, str)] if OmegaConf.is_list(wanted) else []
     except OmegaConfBaseException:
-        return  # told when everything is resolved
+        return  # reported when everything is resolved
     try:
         registry.declare(names, folder)
     except PluginError as error:
@@ -108,7 +137,7 @@ def _convert(data: dict[str, Any], merged: Merged, registry: Registry, report: R
             names = ", ".join(e.name for e in registry.entries(kind)) or "none"
             report.error((role,), f"{role}.strategy_args says what runs it. Installed: {names}. Fix: strategy_args: {{strategy_name: NAME}}")
     slots = find_choices(data, registry, report)
-    free = give_algorithm_keys(data, slots, merged.reads, merged.included, report)
+    free = give_algorithm_keys(data, slots, merged.reads, merged.included, registry, report)
     finish_choices(data, slots, registry, report, loose)
     check_environments(data, registry, report)
     config, problems = structure(RunConfig, data)
@@ -128,10 +157,11 @@ def _portable(data: dict[str, Any], free: set[str], folder: FilePath) -> dict[st
     return data
 
 
-def _escaped(value: Any) -> Any:
-    """A copy in which text that looks like `${…}` stays text."""
-    if isinstance(value, dict):
-        return {k: _escaped(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_escaped(v) for v in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+def _referring(resolved: Resolved) -> dict[str, Any]:
+    """A copy of the data in which text that looks like `${…}` stays text, and what the environment gave is asked of it again."""
+    whole: dict[str, Any] = escaped(resolved.data)
+    for path, text in resolved.references.items():
+        holder = at(whole, path[:-1])
+        if isinstance(holder, dict | list):  # else a value of its kind was written over
+            holder[path[-1]] = text
+    return whole

@@ -3,52 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
-from attrs import evolve
+from attrs import evolve, fields_dict
 
-from turnwise.config.report import Path, Report
-from turnwise.config.schema import CoefRange, EnvManagerConfig, Role, RunConfig
-from turnwise.errors import PluginError, did_you_mean
+from turnwise.config.problems import Path, Report
+from turnwise.config.schema import MANAGERS, ROLES, UNKNOWN, Choice, EnvManagerConfig, Role, RunConfig
+from turnwise.contracts.capabilities import ChecksRun
+from turnwise.contracts.estimator import EstimatorCapabilities
+from turnwise.contracts.loss import LossCapabilities
+from turnwise.contracts.train import StrategyCapabilities
+from turnwise.data.ranges import faults
+from turnwise.declared import declared
+from turnwise.errors import PluginError, Problem, did_you_mean, one_line
+from turnwise.importing import StrangerError, guarded
 from turnwise.plugins import Registry
-
-Check = Callable[[Any], bool]
-
-POSITIVE: tuple[str, ...] = (
-    "max_steps", "rollout_batch_size", "val_batch_size", "sequence_length", "ppo_epochs", "logging_steps", "max_ckpt_to_keep",
-    "model_update_buffer_size_mb", "runtime_timeout", "max_grad_norm", "advantage_clip", "reward_clip", "value_clip", "loss_scale_factor",
-    "kl_horizon", "target_kl", "num_gpus_per_node",
-    "ROLE.training_args.per_device_train_batch_size", "ROLE.training_args.gradient_accumulation_steps", "ROLE.training_args.max_grad_norm",
-    "ROLE.model_args.lora_rank", "ROLE.model_args.lora_alpha",
-    "ROLE.max_tokens_per_microbatch_in_train", "ROLE.max_tokens_per_microbatch_in_infer", "ROLE.request_timeout", "ROLE.weight_sync_timeout",
-    "ROLE.generating_args.max_new_tokens", "MANAGER.generating_args.max_new_tokens",
-    "MANAGER.num_env_groups", "MANAGER.group_size", "MANAGER.max_env_num_per_worker", "MANAGER.step_timeout", "MANAGER.reset_timeout",
-    "custom_envs.TAG.max_steps", "custom_envs.TAG.max_tokens_per_step", "custom_envs.TAG.max_env_step_concurrent",
-)  # fmt: skip
-NOT_NEGATIVE: tuple[str, ...] = (
-    "seed", "val_seed", "save_steps", "eval_steps", "render_episodes", "init_kl_coef", "kl_loss_coef",
-    "ROLE.training_args.learning_rate", "ROLE.training_args.weight_decay", "ROLE.training_args.warmup_steps", "ROLE.infer_batch_size",
-    "ROLE.generating_args.temperature", "ROLE.generating_args.top_k", "MANAGER.generating_args.temperature", "MANAGER.generating_args.top_k",
-    "MANAGER.max_env_retries",
-)  # fmt: skip
-SHARES: tuple[str, ...] = ("gamma", "lambd", "ROLE.training_args.warmup_ratio")
-TOP_P: tuple[str, ...] = ("ROLE.generating_args.top_p", "MANAGER.generating_args.top_p")
-
-RANGES: tuple[tuple[tuple[str, ...], Check, str], ...] = (
-    (POSITIVE, lambda v: 0 < v < math.inf, "must be positive"),
-    (NOT_NEGATIVE, lambda v: 0 <= v < math.inf, "must not be negative"),
-    (("seed", "val_seed"), lambda v: v < 2**63, "must be below 2^63"),
-    (SHARES, lambda v: 0 <= v <= 1, "must be between 0 and 1"),
-    (TOP_P, lambda v: 0 < v <= 1, "must be above 0 and at most 1 (1 switches it off)"),
-    (("MANAGER.max_env_failure_rate",), lambda v: 0 <= v < 1, "must be at least 0 and below 1 (at 1 a broken environment would be tried for ever)"),
-)
-ROLES = ("actor_train", "actor_infer", "reference", "critic")
-MANAGERS = ("train_env_manager", "val_env_manager")
 
 
 def check_relations(config: RunConfig, registry: Registry, report: Report) -> RunConfig:
     """Check a converted configuration; returns it without the roles that nothing needs."""
+    # Everything below divides and multiplies these numbers; outside their ranges it would report nonsense, or raise.
     if not _ranges(config, report):
         return config
     for manager in MANAGERS:
@@ -59,37 +34,22 @@ def check_relations(config: RunConfig, registry: Registry, report: Report) -> Ru
     _trackers(config, report)
     _without_effect(config, report)
     _adapters(config, report)
-    _loss(config, report)
-    _correction(config, report)
+    _loss(config, registry, report)
+    _correction(config, registry, report)
     _roles(config, report)
     _mock(config, report)
-    _updates(config, report)
+    _updates(config, registry, report)
+    _own(config, report)
     _signal(config, registry, report)
     return _needed_roles(config, registry, report)
 
 
 def _ranges(config: RunConfig, report: Report) -> bool:
-    """Whether every number is in its range; the relations are arithmetic on them."""
-    fine = True
-    for keys, holds, text in RANGES:
-        for key in keys:
-            for path, value in _values(config, key.split("."), ()):
-                if type(value) in (int, float) and not holds(value):
-                    report.error(path, f"{value!r}: {path[-1]} {text}. Fix: correct the value")
-                    fine = False
-    return fine
-
-
-def _values(value: Any, parts: list[str], path: Path) -> Iterator[tuple[Path, Any]]:
-    if not parts:
-        yield path, value
-        return
-    if value is None:
-        return
-    names = {"ROLE": ROLES, "MANAGER": MANAGERS, "TAG": tuple(value) if isinstance(value, dict) else ()}.get(parts[0], (parts[0],))
-    for name in names:
-        inner = value[name] if isinstance(value, dict) else getattr(value, name)
-        yield from _values(inner, parts[1:], (*path, name))
+    """Whether every number is in the range that stands beside its key; the relations are arithmetic on them."""
+    found = list(faults(config))
+    for path, value, fault in found:
+        report.error(path, f"{value!r}: {path[-1]} {fault}. Fix: correct the value")
+    return not found
 
 
 def _manager(config: RunConfig, name: str, report: Report) -> None:
@@ -127,6 +87,8 @@ def _groups_that_fit(batch: int, manager: EnvManagerConfig) -> str:
 
 def _sampling(config: RunConfig, report: Report) -> None:
     """Lengths and temperatures, for training and evaluation."""
+    # Training samples with actor_infer's arguments unless the manager has its own, and the message must blame the block
+    # that counts.
     train = config.train_env_manager.generating_args
     train_path: Path = ("train_env_manager", "generating_args") if train else ("actor_infer", "generating_args")
     uses = [(train_path, train or config.actor_infer.generating_args)]
@@ -136,7 +98,10 @@ def _sampling(config: RunConfig, report: Report) -> None:
     for path, args in uses:
         if args.max_new_tokens >= config.sequence_length:
             text = f"max_new_tokens {args.max_new_tokens} leaves no room for a prompt in sequence_length {config.sequence_length}"
-            report.error((*path, "max_new_tokens"), f"{text}. Fix: lower it, or raise sequence_length")
+            own: Path = (*path, "max_new_tokens")
+            # A default of max_new_tokens that does not fit is blamed on the key that the user wrote.
+            blamed = own if report.sources.wrote(own) else ("sequence_length",)
+            report.error(blamed, f"{text}. Fix: lower the one, or raise the other")
     if uses[0][1].temperature == 0:
         report.error((*train_path, "temperature"), "training samples at temperature 0: every member of a group plays the same. Fix: temperature: 1")
     if val is not None and val.group_size > 1 and val.generating_args is not None and val.generating_args.temperature == 0:
@@ -177,25 +142,66 @@ def _kl(config: RunConfig, report: Report) -> None:
         report.warn(("target_kl",), "has no effect: init_kl_coef is 0")
     if config.kl_in_score and config.init_kl_coef == 0:
         report.warn(("kl_in_score",), "has no effect: init_kl_coef is 0")
-    entropy = config.entropy_loss_coef
-    if any(not math.isfinite(v) for v in ((entropy.start, entropy.end) if isinstance(entropy, CoefRange) else (entropy,))):
-        report.error(("entropy_loss_coef",), f"{entropy!r} is not finite. Fix: a number such as 0.001")
 
 
-def _loss(config: RunConfig, report: Report) -> None:
-    """What the loss's config class says of itself (turnwise.contracts.loss); the loss is torch, and is not imported to read a configuration."""
-    loss, name = config.pg_variant.config, config.pg_variant.name
-    if config.ratio_type == "segment" and (getattr(loss, "own_ratio", False) or _ignores_ratio(config)):
-        report.warn(("ratio_type",), f"has no effect: pg_variant {name!r} does not use the ratio that it chooses")
-    if not getattr(loss, "depends_on_rows", False):
-        return
-    for tag, env in config.custom_envs.items():
-        if getattr(env.env_manager.config, "merge_steps", False):
-            text = f"joins turns into rows, and pg_variant {name!r} has a ratio per row: the loss depends on how well turns join"
-            report.warn(("custom_envs", tag, "env_manager", "merge_steps"), f"{text}. Fix: gspo_level: segment")
+def _loss(config: RunConfig, registry: Registry, report: Report) -> None:
+    """Settings that the chosen loss has no use for."""
+    known = loss_capabilities(config, registry)
+    if config.ratio_type == "segment" and (known.own_ratio or not known.uses_ratio):
+        report.warn(("ratio_type",), f"has no effect: pg_variant {config.pg_variant.name!r} does not use the ratio that it chooses")
 
 
-def _correction(config: RunConfig, report: Report) -> None:
+def loss_capabilities(config: RunConfig, registry: Registry | None = None) -> LossCapabilities:
+    """What the policy loss declares; the defaults where it cannot be asked, which is reported where it is named."""
+    try:
+        return declared(LossCapabilities, config.pg_variant.name, config.pg_variant.config, registry)
+    except PluginError:
+        return LossCapabilities()
+
+
+def _own(config: RunConfig, report: Report) -> None:
+    """What the chosen implementations' config classes say of the run (turnwise.contracts.capabilities.ChecksRun)."""
+    for path, choice in _choices(config):
+        for problem in _said(choice, config, path, report):
+            whole = problem.path.startswith("$.")
+            key = (*(() if whole else path), *problem.path.removeprefix("$.").split(".")) if problem.path else path
+            if problem.warning:
+                report.warn(key, problem.text)
+            elif problem.machine:
+                report.lack(key, problem.text, "(not needed to plan)")
+            else:
+                report.error(key, problem.text)
+
+
+def _said(choice: Choice, config: RunConfig, path: Path, report: Report) -> list[Problem]:
+    """The problems that a config class finds; a check that fails is a broken plugin, and not the end of the report."""
+    if not isinstance(choice.config, ChecksRun):
+        return []
+    try:
+        with guarded():
+            found = list(choice.config.check(config))
+            if odd := [one for one in found if not isinstance(one, Problem)]:
+                raise TypeError(f"it gave {odd[0]!r:.60}, which is no turnwise.errors.Problem")
+        return found
+    except StrangerError as failure:
+        report.error(path, f"the check of {choice.name!r} failed: {one_line(failure.error)}. Fix: repair the plugin, or name another implementation")
+        return []
+
+
+def _choices(config: RunConfig) -> Iterator[tuple[Path, Choice]]:
+    """Every implementation that the run names, with the path of its options."""
+    for name in ("adv_estimator", "pg_variant", "batch_adjust_mode", "runtime", "model_source"):
+        yield (name,), getattr(config, name)
+    for name in ("group_filters", "track_with", "baselines"):
+        yield from (((name, i), choice) for i, choice in enumerate(getattr(config, name)))
+    yield from ((("custom_envs", tag, "env_manager"), env.env_manager) for tag, env in config.custom_envs.items())
+    for name in ROLES:
+        role: Role | None = getattr(config, name)
+        if role is not None and role.strategy_args is not None:
+            yield (name, "strategy_args", "strategy_config"), role.strategy_args
+
+
+def _correction(config: RunConfig, registry: Registry, report: Report) -> None:
     """Bounds, and what a correction of trainer against sampler cannot stand beside."""
     correction, path = config.train_infer_correction, ("train_infer_correction",)
     if correction is None:
@@ -213,7 +219,7 @@ def _correction(config: RunConfig, report: Report) -> None:
     if correction.active and config.recompute_old_logprobs == "false":
         text = "false: then old log-probs are the sampler's, and train_infer_correction has nothing to compare them with"
         report.error(("recompute_old_logprobs",), f"{text}. Fix: recompute_old_logprobs: true")
-    if weight.enabled and getattr(config.pg_variant.config, "needs_infer_log_probs", False):
+    if weight.enabled and loss_capabilities(config, registry).needs_infer_log_probs:
         text = f"true beside pg_variant {config.pg_variant.name!r}, whose own ratio is that to the sampler: it would count twice"
         report.error((*path, "is_weight", "enabled"), f"{text}. Fix: is_weight: {{enabled: false}}")
 
@@ -229,16 +235,13 @@ def _without_effect(config: RunConfig, report: Report) -> None:
         if getattr(config.actor_infer, key):
             report.warn(("actor_infer", key), "has no effect: the backend cuts its own batches (infer_batch_size)")
     estimator = config.adv_estimator
-    if config.gamma != 1.0 and not hasattr(estimator.config, "gamma") and config.init_kl_coef == 0:
-        turns = "; the discount from turn to turn is step_reward_gamma" if hasattr(estimator.config, "step_reward_gamma") else ""
-        report.warn(("gamma",), f"has no effect: adv_estimator {estimator.name!r} discounts no tokens{turns}")
+    options = fields_dict(type(estimator.config)) if estimator.config is not None else {}
+    if config.gamma != 1.0 and "gamma" not in options and config.init_kl_coef == 0:
+        report.warn(("gamma",), f"has no effect: adv_estimator {estimator.name!r} discounts no tokens")
     if config.value_clip is not None and config.critic is None:
         report.warn(("value_clip",), "has no effect: there is no critic")
     if config.loss_scale_factor is not None and config.loss_agg_mode != "seq-mean-token-sum-norm":
         report.warn(("loss_scale_factor",), f"has no effect: loss_agg_mode is {config.loss_agg_mode}. Fix: seq-mean-token-sum-norm")
-    loss = config.pg_variant.config
-    if getattr(loss, "dual_clip_c", None) is not None and getattr(loss, "dual_clip_loss", None) is False:
-        report.warn(("dual_clip_c",), "has no effect: dual_clip_loss is false. Fix: dual_clip_loss: true")
 
 
 def _adapters(config: RunConfig, report: Report) -> None:
@@ -259,7 +262,7 @@ def _trackers(config: RunConfig, report: Report) -> None:
     """Two loggers of one name would write the same files."""
     named = [choice.name for choice in config.track_with]
     for i, name in enumerate(named):
-        if name in named[:i]:
+        if name != UNKNOWN and name in named[:i]:
             report.error(("track_with", i), f"{name!r} is named twice. Fix: keep one")
 
 
@@ -299,9 +302,17 @@ def token_budget(config: RunConfig, role: Role, phase: Literal["train", "infer"]
 
 def data_parallel_size(role: Role) -> int:
     """How many ranks of a role see different rows, by its strategy's own arithmetic."""
-    world = max(1, len(role.device_mapping))
-    config: Any = role.strategy_args.config if role.strategy_args else None
-    return int(config.data_parallel_size(world)) if hasattr(config, "data_parallel_size") else 1
+    size = strategy_capabilities(role).data_parallel_size
+    return int(size(max(1, len(role.device_mapping)))) if size is not None else 1
+
+
+def strategy_capabilities(role: Role) -> StrategyCapabilities:
+    """What a role's training strategy declares; the defaults where it cannot be asked, which is reported where it is named."""
+    choice = role.strategy_args
+    try:
+        return declared(StrategyCapabilities, choice.name, choice.config) if choice is not None else StrategyCapabilities()
+    except PluginError:
+        return StrategyCapabilities()
 
 
 def rows_per_update(role: Role) -> int:
@@ -309,41 +320,24 @@ def rows_per_update(role: Role) -> int:
     return role.training_args.per_device_train_batch_size * role.training_args.gradient_accumulation_steps * data_parallel_size(role)
 
 
-def _updates(config: RunConfig, report: Report) -> None:
-    """by_trajectory makes rollout_batch_size / U updates, so U must divide it; and a loss without a ratio wants one update a step."""
+def _updates(config: RunConfig, registry: Registry, report: Report) -> None:
+    """Devices that the engine's sizes divide; and a loss without a ratio wants one update a step."""
     batch = config.rollout_batch_size
-    trained = [name for name in ("actor_train", "critic") if getattr(config, name) is not None]
-    for name in trained:
-        role = getattr(config, name)
+    for name in ("actor_train", "critic"):
+        role: Role | None = getattr(config, name)
+        if role is None:
+            continue
         try:
-            ranks, unit = data_parallel_size(role), rows_per_update(role)
+            unit = rows_per_update(role)
         except ValueError as error:
             report.error((name, "device_mapping"), f"{error}. Fix: correct the devices, or the sizes in strategy_config")
             continue
-        args = role.training_args
-        if config.batch_adjust_mode.name == "by_trajectory" and (unit <= 0 or batch % unit):
-            sizes = f"per_device_train_batch_size {args.per_device_train_batch_size} × gradient_accumulation_steps {args.gradient_accumulation_steps}"
-            mini = args.per_device_train_batch_size * ranks
-            fix = (
-                f"gradient_accumulation_steps: {_divisor(batch // mini, args.gradient_accumulation_steps)}" if batch % mini == 0 else "make it divide"
+        made = -(-batch // unit) * config.ppo_epochs
+        if name == "actor_train" and made > 1 and not loss_capabilities(config, registry).uses_ratio:
+            text = f"{config.pg_variant.name!r} has no ratio to the old policy, and a step makes about {made} updates"
+            report.warn(
+                ("pg_variant",), f"{text}: all but the first train on another policy's samples. Fix: one update a step, or a loss with a ratio"
             )
-            text = f"U = {sizes} × data-parallel size {ranks} = {unit} does not divide rollout_batch_size {batch}"
-            report.error((name, "training_args", "gradient_accumulation_steps"), f"{text}. Fix: {fix}")
-        elif name == "actor_train" and _ignores_ratio(config) and -(-batch // unit) * config.ppo_epochs > 1:
-            text = (
-                f"{config.pg_variant.name!r} has no ratio to the old policy, and a step makes about {-(-batch // unit) * config.ppo_epochs} updates"
-            )
-            report.warn(("pg_variant",), f"{text}: all but the first train on another policy's samples. Fix: one update a step, or pg_variant: ppo")
-
-
-def _divisor(most: int, wanted: int) -> int:
-    """The divisor of `most` that is nearest to `wanted`."""
-    return min((d for d in range(1, most + 1) if most % d == 0), key=lambda d: (abs(d - wanted), d))
-
-
-def _ignores_ratio(config: RunConfig) -> bool:
-    """As the loss's config class declares it; the loss itself is torch, and is not imported to read a configuration."""
-    return getattr(config.pg_variant.config, "uses_ratio", True) is False
 
 
 def _signal(config: RunConfig, registry: Registry, report: Report) -> None:
@@ -351,30 +345,33 @@ def _signal(config: RunConfig, registry: Registry, report: Report) -> None:
     if config.train_env_manager.group_size > 1:
         return
     given = config.reward_normalization
-    own = getattr(config.adv_estimator.config, "reward_normalization", None)
+    options = config.adv_estimator.config
+    own = options.reward_normalization if options is not None and "reward_normalization" in fields_dict(type(options)) else None
     settings = own or given
     name = config.adv_estimator.name
-    declared = getattr(_target(config, registry), "compares_in_groups", None)
-    grouped = bool(declared)
+    known = _estimator(config, registry)
+    compares = known.compares_in_groups if known is not None else None
+    grouped = bool(compares)
     if settings is not None and settings.grouping in ("batch", "tags"):
         grouped = False
-    if declared is not False and settings is not None and settings.method in ("mean", "mean_std") and settings.grouping in (None, "traj_group_id"):
+    if compares is not False and settings is not None and settings.method in ("mean", "mean_std") and settings.grouping in (None, "traj_group_id"):
         grouped = True
     if grouped:
         report.warn(("train_env_manager", "group_size"), f"group_size 1 leaves {name!r} no other trajectory to compare with. Fix: group_size: 8")
 
 
-def _target(config: RunConfig, registry: Registry) -> Any:
+def _estimator(config: RunConfig, registry: Registry) -> EstimatorCapabilities | None:
+    """What the estimator declares; None where it cannot be asked, which is reported where it is named."""
     try:
-        return registry.find("advantage_estimator", config.adv_estimator.name).target()
+        return declared(EstimatorCapabilities, config.adv_estimator.name, config.adv_estimator.config, registry)
     except PluginError:
-        return None  # a package is missing: `check` tells
+        return None
 
 
 def _needed_roles(config: RunConfig, registry: Registry, report: Report) -> RunConfig:
     """The critic only where values are needed, the reference only where a KL coefficient is positive."""
-    target = _target(config, registry)
-    needs = getattr(target, "needs", None)
+    known = _estimator(config, registry)
+    needs = known.needs if known is not None else None
     if needs is not None and "values" in needs and config.critic is None:
         text = f"adv_estimator {config.adv_estimator.name!r} needs the values of a critic"
         report.error(("adv_estimator",), f"{text}. Fix: critic: {{strategy_args: …, training_args: …}}, or another estimator")

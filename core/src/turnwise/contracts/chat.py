@@ -14,10 +14,17 @@ Message = dict[str, Any]
 
 
 class Chat(Protocol):
-    """The chat format of one model folder, in token ids. Images are expanded: the ids are those that the model sees."""
+    """The chat format of one model folder, in token ids. Images are expanded: the ids are those that the model sees.
+
+    `render` and `extend` raise ConfigError for what the format cannot show: a role that the template refuses, an image for a text model."""
 
     stop_ids: tuple[int, ...]
     """Token ids that end an assistant's turn."""
+
+    def with_args(self, args: Mapping[str, Any]) -> Chat:
+        """The same format with further arguments for its template, such as `enable_thinking`, in `render` and `extend` alike; itself without
+        any. Raises ConfigError for one that the template does not read."""
+        ...
 
     def render(self, messages: Sequence[Message], images: Sequence[np.ndarray] = (), tools: Sequence[dict[str, Any]] | None = None) -> np.ndarray:
         """int32 ids of the conversation, ending with the header of the assistant's turn to come."""
@@ -32,8 +39,13 @@ class Chat(Protocol):
         """The ids of plain `text` that continues `ids` inside the same message (`history: single_turn`)."""
         ...
 
-    def decode(self, ids: np.ndarray) -> str:
-        """The text of sampled ids, without special tokens such as the end of the turn."""
+    def decode(self, ids: np.ndarray, special: bool = False) -> str:
+        """The text of sampled ids, without special tokens (the end of the turn, another message's header, padding, an unknown word),
+        wherever they were sampled. `special`: with them, as a reader who compares tokens and a parser of tool calls want it."""
+        ...
+
+    def begins_image(self, ids: np.ndarray) -> bool:
+        """Whether sampled `ids` hold tokens with which an image begins: an image after them would be sought in their place."""
         ...
 
 
@@ -41,11 +53,16 @@ class Chat(Protocol):
 class ModelSourceContext:
     """`cache`: folder in which a prepared model may be kept. `texts`: the environments' own texts, as messages with the
     role under which a model would read or write them (for training a tokenizer); calling it plays a few episodes with random actions, so
-    call it only when needed. `seed`: the run's seed."""
+    call it only when needed. `seed`: the run's seed. `trust_remote_code`: whether Python code in the model's folder may run.
+
+    `tokenizer`: the exported model folder of the checkpoint that the run goes on from (None: it begins). A source that would make a tokenizer
+    takes that one: another numbers its tokens in another way, and the weights that are loaded afterwards know the old numbers."""
 
     cache: Path
     seed: int = 0
     texts: Callable[[], Iterable[Message]] = field(default=tuple)
+    trust_remote_code: bool = False
+    tokenizer: Path | None = None
 
 
 class ModelSource(Protocol):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 
+from turnwise.contracts.capabilities import Capabilities
 from turnwise.contracts.chat import Chat, Message
+from turnwise.contracts.environment import Response
 from turnwise.data.trajectory import Generation, Sample, Trajectory
 
 
@@ -36,14 +39,15 @@ class EpisodeEnvironment(Protocol):
         """Reset with the episode's seed and options."""
         ...
 
-    async def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """One checked step."""
+    async def step(self, action: str, response: Response | None = None) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """One checked step. `response`: the whole response that holds the action, for environments that read it."""
         ...
 
 
 @frozen(eq=False)
 class Episode:
-    """One episode to play. `chat` is None when the backend takes messages."""
+    """One episode to play. `chat` is None when the backend takes messages. `samplers`: the further models of the tag, by the names under
+    `custom_envs.<tag>.samplers`; they take messages and are not trained."""
 
     environment: EpisodeEnvironment
     chat: Chat | None
@@ -53,6 +57,7 @@ class Episode:
     member: int
     attempt: int
     seed: int
+    samplers: Mapping[str, Sampler] = field(factory=dict)
 
 
 class Sampler(Protocol):
@@ -71,7 +76,8 @@ class Sampler(Protocol):
         max_new_tokens: int,
         actions: tuple[str, ...] = (),
     ) -> Generation:
-        """Sample the response of turn `turn`."""
+        """Sample one response. `turn` numbers the calls of the episode, whichever model is asked: 0, 1, …, no number twice, for the request's
+        seed follows from it."""
         ...
 
 
@@ -83,17 +89,28 @@ class ManagerContext:
     max_turns: int = 1
 
 
+@frozen
+class ManagerCapabilities(Capabilities):
+    """`row_per_turn`: a trajectory gives up to one row for each call, and not one in all. `calls_per_step`: calls of the model to a step of the
+    environment. `roles`: of the trajectories that an episode gives, where it gives several. `joins_turns`: turns whose prompts continue each other
+    share a row all the same. `drift_option`: the boolean option with which it compares the tokens of its prompts with a rendering of their
+    messages: each turn then has the metric `drift` (1 where they differ) and, where they do, `extras["drift"]` with the texts `used` and
+    `rendered` from the first difference on; `turnwise check` tries it. Empty: it has none."""
+
+    kind: ClassVar[str] = "env_manager"
+    row_per_turn: bool = False
+    calls_per_step: int = 1
+    roles: tuple[str, ...] = ()
+    joins_turns: bool = False
+    drift_option: str = ""
+
+
 class EnvManager(Protocol):
-    """Built as `Manager(config, context)`, once per tag; it holds no state between episodes.
+    """Built as `Manager(config, context)`, once per tag; it holds no state between episodes. How it cuts rows it declares as
+    ManagerCapabilities."""
 
-    Optional `row_per_turn`: True if an episode gives up to one row for each turn and not one in all; `turnwise plan` counts rows by it.
-    A config class with the boolean field `detect_drift` says that the manager can compare the tokens of its prompts with a rendering of
-    their messages: each turn then has the metric `drift` (1 where they differ) and, where they do, `extras["drift"]` with the texts
-    `used` and `rendered` from the first difference on. `turnwise check` tries it.
-    """
-
-    async def run(self, episode: Episode, sampler: Sampler) -> Trajectory:
-        """Play the episode to its end."""
+    async def run(self, episode: Episode, sampler: Sampler) -> Trajectory | list[Trajectory]:
+        """Play the episode to its end. Several trajectories differ in their `role`."""
         ...
 
     def samples(self, trajectory: Trajectory) -> list[Sample]:

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
+from attrs import frozen
+
+from turnwise.data.trajectory import Generation
 from turnwise.errors import EnvironmentFailure
+
+
+@frozen
+class Response:
+    """What the model wrote, whole, in which the manager found the action: for rewards of form and length.
+
+    `text` (thinking and marks included), `finish` (`stop`, or `length` where it was cut), `tokens`: how many were sampled (None where the
+    backend does not report it)."""
+
+    text: str
+    finish: str
+    tokens: int | None = None
+
+    @classmethod
+    def of(cls, generation: Generation) -> Response:
+        """The response that a model gave."""
+        return cls(generation.text, generation.finish, None if generation.ids is None else len(generation.ids))
 
 
 @runtime_checkable
@@ -13,21 +35,37 @@ class Environment(Protocol):
     """Built with `env_config` as keyword arguments, one instance an episode at a time; `step` and `reset` may be coroutines.
 
     Observations: a string; a list of chat messages (`{"role", "content"}`); or a list of content parts (`{"type": "text", "text"}`,
-    `{"type": "image", "image": uint8 H×W×3}`). `step` gets the model's text, or what the manager's `action_pattern` found in it
+    `{"type": "image", "image": uint8 H×W×3}`). `step` gets the model's text, or what the manager found in it to be the action
     (the empty string when it found nothing: an invalid action). `info` may hold `state_key` (hashable or array: the state after this
     call), `success` (bool), `metrics` (name → number), `actions` (the legal texts, for the random player) and, at reset, `tools` (JSON
     schemas for the chat template) and `env_instruction` (what templates show as `{env_instruction}`). A data-set environment has the
     attribute `num_tasks` and gets `options={"index": i}`.
+    A `step` that has the parameter `response` is given the whole `Response` under that name: `def step(self, action, response=None)`. It may
+    be None, from a manager that has none.
     Optional: `render()` → uint8 H×W×3 array or a string, `close()`.
     """
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Start an episode. The same seed gives the same episode for the same actions; global random state is not touched."""
+        """Start an episode. The same seed (0 ≤ seed < 2**32) gives the same episode for the same actions; global random state is not touched."""
         ...
 
     def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Answer an action with (observation, reward, terminated, truncated, info)."""
         ...
+
+
+def takes_response(environment: Any) -> bool:
+    """Whether the environment's `step` has the parameter `response`."""
+    kind: Any = type(environment)
+    return _takes_response(kind)
+
+
+@lru_cache(maxsize=1024)
+def _takes_response(cls: Any) -> bool:
+    try:
+        return "response" in inspect.signature(cls.step).parameters
+    except (AttributeError, TypeError, ValueError):  # no step (reported when it is called), or one that has no signature
+        return False
 
 
 def check_observation(value: Any, where: str) -> Any:
@@ -58,6 +96,7 @@ def check_step(result: Any, where: str) -> tuple[Any, float, bool, bool, dict[st
         raise EnvironmentFailure(f"{where}.step returned {result!r:.80}. Fix: return (observation, reward, terminated, truncated, info).")
     observation, reward, terminated, truncated, info = result
     try:
+        # numpy scalars and tensors of one number are rewards too.
         number = float(reward)
     except (TypeError, ValueError):
         number = math.nan

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from attrs import frozen
 
+from turnwise.contracts.capabilities import Capabilities
 from turnwise.data.batch import Batch
+from turnwise.data.normalise import RewardNormalization
 
 
 @frozen
@@ -17,19 +19,28 @@ class EstimatorContext:
     seed: int = 0
 
 
-class AdvantageEstimator(Protocol):
-    """Built as `Estimator(config, context)`.
+@frozen
+class EstimatorCapabilities(Capabilities):
+    """What must be known before one is built. `needs`: token columns that must exist first (`values`: a critic runs). `compares_in_groups`:
+    True if a group of one leaves it no other trajectory to compare with; False if it has something to compare then, whatever the
+    `reward_normalization`; None if that decides."""
 
-    `needs`: token columns that must exist first (`values`: a critic runs). `token_rewards`: True if it recurses over
-    `token_level_rewards` (a KL penalty in the reward is then subtracted there; else it is subtracted from the advantages, discounted).
-    `whiten`: the default of `whiten_advantages`. Optional `normalization`: the settled RewardNormalization, for the metric
-    `critic/reward/mean`. Optional `compares_in_groups`: True if a group of one leaves it no other trajectory to compare with; False if it
-    has something to compare then, whatever the `reward_normalization`.
+    kind: ClassVar[str] = "advantage_estimator"
+    needs: frozenset[str] = frozenset()
+    compares_in_groups: bool | None = None
+
+
+class AdvantageEstimator(Protocol):
+    """Built as `Estimator(config, context)`; what must be known before it declares as EstimatorCapabilities.
+
+    `token_rewards`: True if it recurses over `token_level_rewards` (a KL penalty in the reward is then subtracted there; else it is
+    subtracted from the advantages, discounted). `whiten`: the default of `whiten_advantages`. `normalization`: the settled settings by
+    which it normalises scores, for the metric `critic/reward/mean` and its healthy range; None: it normalises none.
     """
 
-    needs: frozenset[str]
     token_rewards: bool
     whiten: bool
+    normalization: RewardNormalization | None
 
     def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """(advantages, returns), float64 [T] over the batch's tokens, zero where the response mask is False."""

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from attrs import field, frozen
 
+from turnwise.contracts.capabilities import Capabilities
 from turnwise.contracts.chat import Chat, Message
 from turnwise.contracts.train import Lora, Offer
+from turnwise.data.ranges import NOT_NEGATIVE, POSITIVE, RANGE, TOP_P
 from turnwise.data.trajectory import Generation, int32
-from turnwise.errors import EngineError
+from turnwise.errors import EngineError, Problem
+
+DeviceMemory = Literal["weights", "cache"]
+"""What a sampler holds on its devices: the model with what belongs to it, and the KV cache."""
 
 
 @frozen
 class GeneratingArgs:
     """How to sample. `temperature` 0 is greedy. `top_p` 1 and `top_k` 0 switch truncation off. `stop_strings` end a response too."""
 
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    max_new_tokens: int = field(default=128, metadata={RANGE: POSITIVE})
+    temperature: float = field(default=1.0, metadata={RANGE: NOT_NEGATIVE})
+    top_p: float = field(default=1.0, metadata={RANGE: TOP_P})
+    top_k: int = field(default=0, metadata={RANGE: NOT_NEGATIVE})
     stop_strings: tuple[str, ...] = ()
     include_stop_str_in_output: bool = True
 
@@ -32,7 +38,7 @@ class Request:
 
     `ids` int32 (backends of `input: ids`) or `messages` (of `input: messages`). `seed`: equal seeds, weights and ids give equal tokens.
     `order`: (evaluation, group, member, attempt, turn), the order in which a batching backend arranges its rows. `actions`: the legal
-    texts that the environment told, for players. `tag` and `observation` are for a human reader.
+    texts that the environment reported, for players. `tag` and `observation` are for a human reader.
     """
 
     seed: int
@@ -53,7 +59,8 @@ class InferenceContext:
     `dtype` (bf16 | fp16 | fp32), `attn_implementation`, the devices, the largest sequence, and how long a weight update may take.
 
     `lora`: the adapters that every weight update will bring alone (`Offer.adapter`), over the weights of `model`; None: whole weights come.
-    `updates`: whether weights will be sent at all; False (evaluation, episodes to look at): those of `model` have to serve."""
+    `updates`: whether weights will be sent at all; False (evaluation, episodes to look at): those of `model` have to serve.
+    `trust_remote_code`: whether Python code in the model's folder may run."""
 
     model: Path | None
     chat: Chat | None
@@ -66,6 +73,7 @@ class InferenceContext:
     weight_sync_timeout: float = 600.0
     lora: Lora | None = None
     updates: bool = True
+    trust_remote_code: bool = False
 
     def is_model(self, named: str) -> bool:
         """Whether `named`, a folder of this machine or a hub id with which a server was started, is `model`."""
@@ -80,24 +88,54 @@ class InferenceContext:
         return self.lora is not None or not self.updates
 
 
-class InferenceBackend(Protocol):
-    """Built as `Backend(config, context)`; all methods but `live` are coroutines of the driver's event loop.
+@frozen
+class BackendCapabilities(Capabilities):
+    """`adapters`: it takes offers of adapters alone. `cannot_sleep`: why `sleep` will be refused on GPUs, and the fix ("": it will not be).
+    `attached`: it uses an engine that runs already, and so no device that the runtime would give to the role.
 
-    `input`: what requests carry. `transports`: how it can receive weights, best first (() for a player). Optional `receivers` (default 1):
-    how many engines read an offer, each for itself; or a method that tells it for a transport. Optional `adapters` (default
-    False): whether it takes offers of adapters alone. Optional static `check`, as in
-    turnwise.contracts.train. Optional static `cannot_sleep(config) -> str`: why `sleep` will be refused on GPUs, and the fix ("": it will not).
+    Arithmetic of its options: `devices_per_engine`: devices of one engine, where its sizes decide that. `data_parallel_size(devices)`: how
+    many copies of the model they hold (ValueError with the sizes that do not divide them). `memory(facts)`: bytes on one device of
+    `weights`, `kv_cache` and `activations`; `facts` has `parameters`, `dtype` and `device_bytes`. Without it: the weights, and a full
+    cache of all episodes that play at once."""
+
+    kind: ClassVar[str] = "inference_backend"
+    adapters: bool = False
+    cannot_sleep: str = ""
+    attached: bool = False
+    devices_per_engine: int | None = None
+    data_parallel_size: Callable[[int], int] | None = None
+    memory: Callable[[Mapping[str, Any]], Mapping[str, int]] | None = None
+
+
+class InferenceBackend(Protocol):
+    """Built as `Backend(config, context)`; all methods but `live`, `receivers` and the static ones are coroutines of the driver's event loop.
+
+    What it can do beyond that it declares as BackendCapabilities.
     """
 
     input: Literal["ids", "messages"]
-    transports: tuple[str, ...]
+    """What requests carry; a class attribute, read before anything is built."""
+
+    @staticmethod
+    def transports(config: Any, context: InferenceContext) -> tuple[str, ...]:
+        """By which transports it takes weights when it is built so, best first; () for a player. Asked before anything is built, too."""
+        ...
+
+    @staticmethod
+    def check(config: Any, context: InferenceContext) -> list[Problem]:
+        """What is wrong, as far as that can be known before anything is built: `context.model` is the empty path then."""
+        ...
 
     async def generate(self, request: Request) -> Generation:
         """Sample one response. Raises EngineError."""
         ...
 
     def live(self, episodes: int) -> None:
-        """How many episodes are running, told at every change: a batching backend may wait until all of them wait for it."""
+        """How many episodes are running, reported at every change: a batching backend may wait until all of them wait for it."""
+        ...
+
+    def receivers(self, transport: str) -> int:
+        """How many engines read an offer of this transport, each for itself."""
         ...
 
     async def receive(self, offer: Offer) -> int:
@@ -120,8 +158,9 @@ class InferenceBackend(Protocol):
         """Give the device memory back (colocated roles)."""
         ...
 
-    async def wake(self) -> None:
-        """Undo `sleep`."""
+    async def wake(self, what: DeviceMemory) -> None:
+        """Undo `sleep` for one part. `weights` come first, so that an update can fill them while the trainer is on the device; `cache` when the
+        trainer has left, and only then is there anything to sample with. A part that is awake stays so."""
         ...
 
     async def close(self) -> None:
@@ -138,6 +177,7 @@ def checked_ids(request: Request, backend: str, vocabulary: int, longest: int, l
     if request.ids is None or not len(request.ids):
         raise EngineError(f"the {backend} backend takes token ids, and the request has none{where}")
     ids = int32(request.ids)
+    # At `longest` there would be no room for a single sampled token.
     if len(ids) >= longest:
         raise EngineError(
             f"a prompt of {len(ids)} tokens leaves no room for a response within {limit or f'sequence_length {longest}'}{where}. "
@@ -148,9 +188,3 @@ def checked_ids(request: Request, backend: str, vocabulary: int, longest: int, l
     if request.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0:
         raise EngineError(f"cannot sample {request.max_new_tokens} tokens with {args}{where}: outside the allowed ranges")
     return ids
-
-
-def receivers(backend: Any, transport: str) -> int:
-    """How many engines of the backend read an offer of `transport`."""
-    told = getattr(backend, "receivers", 1)
-    return int(told(transport) if callable(told) else told)

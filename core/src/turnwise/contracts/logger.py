@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from attrs import field, frozen
 
+from turnwise.contracts.capabilities import Capabilities
 from turnwise.data.trajectory import Trajectory
 
 
@@ -21,11 +22,16 @@ class LoggerContext:
     config: Mapping[str, Any] = field(factory=dict)
 
 
-class Logger(Protocol):
-    """Built as `Logger(config, context)`.
+@frozen
+class LoggerCapabilities(Capabilities):
+    """`pictures`: names of files that it draws into `context.folder`, for the report of the run to show."""
 
-    Optional `pictures`, a tuple of file names: what it draws into `context.folder`, for the report of the run to show.
-    """
+    kind: ClassVar[str] = "logger"
+    pictures: tuple[str, ...] = ()
+
+
+class Logger(Protocol):
+    """Built as `Logger(config, context)`; what it draws it declares as LoggerCapabilities."""
 
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of pipeline step `step`; values may be NaN, names may be new."""

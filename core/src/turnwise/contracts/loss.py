@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from attrs import field, frozen
+
+from turnwise.contracts.capabilities import Capabilities
 
 
 @frozen
@@ -40,15 +42,23 @@ class LossView:
     extras: Mapping[str, Any] = field(factory=dict)
 
 
+@frozen
+class LossCapabilities(Capabilities):
+    """`uses_ratio`: old log-probs matter; False: more than one update a step is a warning. `own_ratio`: it does not use the ratio that
+    `ratio_type` chooses. `needs_infer_log_probs`: refused without the sampler's log-probs, and beside a correction's weight, for which it
+    stands itself. `clips`: its metric `clip_frac` is that of a clipped surrogate, which has a healthy range.
+
+    A loss that imports torch declares them on its config class: a configuration is read without it."""
+
+    kind: ClassVar[str] = "policy_loss"
+    uses_ratio: bool = True
+    own_ratio: bool = False
+    needs_infer_log_probs: bool = False
+    clips: bool = False
+
+
 class PolicyLoss(Protocol):
-    """Built as `Loss(config, context)`. `uses_ratio`: whether old log-probs matter (else more than one update a step is a warning).
-
-    The config class may say what the configuration's checks need to know, without torch: `uses_ratio` False; `own_ratio` True
-    (`ratio_type` has no effect); `needs_infer_log_probs` True (refused without the sampler's log-probs, and beside a correction's weight,
-    for which it stands itself); `depends_on_rows` True (merging turns into one row changes the loss). Each is a class variable or property.
-    """
-
-    uses_ratio: bool
+    """Built as `Loss(config, context)`. What the pipeline should know of it, it declares as LossCapabilities."""
 
     def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
         """(loss per token [R] with gradient, metrics per token: name → [R], detached)."""

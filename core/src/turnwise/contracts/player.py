@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from turnwise.contracts.inference import Request
+from turnwise.contracts.inference import DeviceMemory, InferenceContext, Request
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation
-from turnwise.errors import EngineError
+from turnwise.errors import EngineError, Problem
 
 
 class Player:
     """A base class for players: only `generate` is left to write. Evaluation and `turnwise rollout` work with them, training does not."""
 
     input: Literal["ids", "messages"] = "messages"
-    transports: tuple[str, ...] = ()
+
+    @staticmethod
+    def transports(config: Any, context: InferenceContext) -> tuple[str, ...]:
+        """None: a player has no weights."""
+        return ()
+
+    @staticmethod
+    def check(config: Any, context: InferenceContext) -> list[Problem]:
+        """Nothing is wrong with a player."""
+        return []
+
+    def receivers(self, transport: str) -> int:
+        """Nobody reads an offer."""
+        return 0
 
     def live(self, episodes: int) -> None:
         """A player answers each request at once."""
@@ -37,7 +50,7 @@ class Player:
     async def sleep(self) -> None:
         """A player holds no device memory."""
 
-    async def wake(self) -> None:
+    async def wake(self, what: DeviceMemory) -> None:
         """Nothing was given back."""
 
     async def close(self) -> None:
@@ -45,5 +58,5 @@ class Player:
 
 
 def chosen(action: str) -> Generation:
-    """The generation of a player that chose `action`: managers take it as it is, whatever their `action_pattern`."""
+    """The generation of a player that chose `action`: managers take it as it is, and search no action in it."""
     return Generation(text=action, ids=None, logprobs=None, versions=None, finish="stop", extras={"action": action})

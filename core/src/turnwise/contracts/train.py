@@ -1,16 +1,18 @@
-"""Training strategies: log-probs, values, one optimizer update at a time, weights on offer, checkpoints. Blocking; the runtime's
-handle makes them asynchronous."""
+"""Training strategies: log-probs, values, one optimizer update at a time, weights on offer, checkpoints. Blocking; a runtime makes
+them asynchronous (turnwise.contracts.runtime.TrainRole)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from attrs import field, frozen
 
+from turnwise.contracts.capabilities import Capabilities
 from turnwise.data.rows import Rows, Update, UpdateResult
+from turnwise.errors import Problem
 
 
 @frozen
@@ -78,7 +80,8 @@ class TrainContext:
 
     `devices`: those of this process alone, `ranks` its place among the processes of the role. `lora`: train adapters only; parameters whose
     names begin with one of `frozen` are not trained. Weights leave for the backend in buckets of `bucket_bytes`; every wait for the
-    other side ends after `weight_sync_timeout` seconds, and every wait of the role's processes for each other after `runtime_timeout`."""
+    other side ends after `weight_sync_timeout` seconds, and every wait of the role's processes for each other after `runtime_timeout`.
+    `trust_remote_code`: whether Python code in the model's folder may run."""
 
     model: Path
     role: str
@@ -104,6 +107,22 @@ class TrainContext:
     bucket_bytes: int = 2**30
     weight_sync_timeout: float = 600.0
     runtime_timeout: float = 3600.0
+    trust_remote_code: bool = False
+
+
+@frozen
+class StrategyCapabilities(Capabilities):
+    """`adapters`: it offers adapters alone where `context.lora.sync` asks; then every offer but one by `shared` does.
+
+    Arithmetic of its options for `turnwise plan`: `data_parallel_size(devices)`: how many of them see different rows (ValueError with the
+    sizes that do not divide them; without it, one). `memory(facts)`: bytes on one device of `weights`, `gradients` and `optimizer`, and
+    `activations` or `cpu` where it knows them; `facts` has `parameters`, `dtype`, `trainable`, `world`, `activations` (recomputed in the
+    backward pass) and `activations_kept`."""
+
+    kind: ClassVar[str] = "train_strategy"
+    adapters: bool = False
+    data_parallel_size: Callable[[int], int] | None = None
+    memory: Callable[[Mapping[str, Any]], Mapping[str, int]] | None = None
 
 
 class TrainStrategy(Protocol):
@@ -118,12 +137,20 @@ class TrainStrategy(Protocol):
     `grad_norm` for all. Only rank 0 writes an offer's weights and an export; all take part in gathering them. `save` writes each process's
     own part into the one folder.
 
-    Optional `adapters` (default False): whether it can offer adapters alone, as `context.lora.sync` asks; then every offer but one by
-    `shared` does. Optional static `check(config, context) -> list[str]`: what can be known before anything is built, one line each; a line that
-    begins with `machine: ` is the machine's lack, not the configuration's fault.
+    What it can do beyond that it declares as StrategyCapabilities.
     """
 
-    transports: tuple[str, ...]
+    @staticmethod
+    def transports(config: Any, context: TrainContext) -> tuple[str, ...]:
+        """By which transports it offers weights when it is built so; asked before anything is built, too."""
+        ...
+
+    @staticmethod
+    def check(config: Any, context: TrainContext) -> list[Problem]:
+        """What is wrong, as far as that can be known before anything is built: `context.model` is the empty path then, `context.devices` all
+        devices of the role."""
+        ...
+
     data_parallel: tuple[int, int]
     """(rank, size) among the processes that see different rows; asked for only where a role has several processes."""
 
@@ -140,7 +167,8 @@ class TrainStrategy(Protocol):
         ...
 
     def update(self, update: Update) -> UpdateResult:
-        """One optimizer step. Raises TrainerError (out of memory, non-finite loss)."""
+        """One optimizer step; none on any rank where the loss or the gradient is not finite on one of them, which the result says (`skipped`).
+        Raises TrainerError (out of memory, a lost rank)."""
         ...
 
     def offer(self, transport: str, version: int, receivers: int = 1) -> Offer:

@@ -32,6 +32,7 @@ class Table(Mapping[str, np.ndarray]):
         return self._length
 
     def __bool__(self) -> bool:
+        # `__len__` counts rows, and a table of none is still a table.
         return True
 
     def with_columns(self, **columns: np.ndarray) -> Table:
@@ -43,7 +44,8 @@ class Table(Mapping[str, np.ndarray]):
 class Batch:
     """One pipeline step's data.
 
-    trajectories [N]: `group` int64 (also the `traj_group_id`), `member`, `tag` int64 (index into `tags`), `scores` float64, `stop_reason`
+    trajectories [N]: `group` int64 (the serial number), `traj_group_id` int64 (the members that are compared: of one group and one role;
+    where no trajectory has a role it is the group), `role` (object), `member`, `tag` int64 (index into `tags`), `scores` float64, `stop_reason`
     (object), `success` float64 (NaN: unknown), `turns` int64, `seed`.
     turns [K]: `trajectory` int64, `turn` int64 (index in its trajectory), `reward` float64, `anchor` object.
     samples [S]: `trajectory` int64, `start` int64, `length` int64, `prompt_length` int64.
@@ -79,7 +81,8 @@ class Batch:
 
 
 def build_batch(trajectories: Sequence[Trajectory], samples: Sequence[Sequence[Sample]]) -> Batch:
-    """The batch of `trajectories` and, for each, its samples; trajectories are put in (group, member) order."""
+    """The batch of `trajectories` and, for each, its samples; trajectories are put in (group, member) order, those of one episode stay as
+    they are."""
     order = sorted(range(len(trajectories)), key=lambda i: (trajectories[i].group, trajectories[i].member))
     played = [trajectories[i] for i in order]
     cut = [list(samples[i]) for i in order]
@@ -89,13 +92,15 @@ def build_batch(trajectories: Sequence[Trajectory], samples: Sequence[Sequence[S
     rows = [(i, sample) for i, mine in enumerate(cut) for sample in mine]
     tokens, sample_table = _token_tables(rows, first_turn)
     sampled = np.flatnonzero(tokens["response_mask"])
+    # The last key of lexsort is the first: by trajectory, then turn, then position.
     keys = (sampled, tokens["turn"][sampled], tokens["trajectory"][sampled])
     sampled = sampled[np.lexsort(keys)]
     tokens = tokens.with_columns(token_level_rewards=_place_rewards(tokens, turns, sampled))
     table = Table(
         {
             "group": np.array([t.group for t in played], np.int64),
-            "traj_group_id": np.array([t.group for t in played], np.int64),
+            "traj_group_id": _compared(played),
+            "role": np.array([t.role for t in played], object),
             "member": np.array([t.member for t in played], np.int64),
             "tag": np.array([tags.index(t.tag) for t in played], np.int64),
             "scores": np.array([t.score for t in played], np.float64),
@@ -118,9 +123,18 @@ def build_batch(trajectories: Sequence[Trajectory], samples: Sequence[Sequence[S
     )
 
 
+def _compared(played: Sequence[Trajectory]) -> np.ndarray:
+    """int64 [N]: the group's serial number, or where trajectories have roles a number for each (group, role), in order of appearance."""
+    if not any(t.role for t in played):
+        return np.array([t.group for t in played], np.int64)
+    numbers: dict[tuple[int, str], int] = {}
+    return np.array([numbers.setdefault((t.group, t.role), len(numbers)) for t in played], np.int64)
+
+
 def _turn_table(played: Sequence[Trajectory]) -> Table:
     flat = [(i, k, turn) for i, t in enumerate(played) for k, turn in enumerate(t.turns)]
     anchors = np.empty(len(flat), object)
+    # One by one: np.array would make a table of two dimensions of anchors that are arrays or tuples of one length.
     for row, (_, _, turn) in enumerate(flat):
         anchors[row] = turn.anchor
     return Table(
@@ -150,6 +164,7 @@ def _token_tables(rows: Sequence[tuple[int, Sample]], first_turn: np.ndarray) ->
         "response_mask": mask,
         "sample": np.repeat(np.arange(len(rows), dtype=np.int64), lengths),
         "trajectory": trajectory,
+        # A sample's `turn` counts within its trajectory; the column names rows of the turn table.
         "turn": np.where(mask, turn + first_turn[trajectory], -1) if total else turn,
         "infer_log_probs": joined([_logprobs(sample) for _, sample in rows], np.float32),
         "versions": joined([sample.versions for _, sample in rows], np.int32),
@@ -201,5 +216,6 @@ def _place_rewards(tokens: Table, turns: Table, sampled: np.ndarray) -> np.ndarr
     later = (before + 1 < len(sampled)) & (owner[after] == turns["trajectory"])
     place = np.where(earlier, at, after)
     usable = earlier | later
+    # add.at, not `+=`: two turns may give their rewards to the same token, and `+=` would keep one of them.
     np.add.at(rewards, sampled[place[usable]], turns["reward"][usable])
     return rewards

@@ -43,4 +43,5 @@ def merge_results(results: Sequence[UpdateResult]) -> UpdateResult:
         for name, (x, w) in result.sums.items():
             before = sums.get(name, (0.0, 0.0))
             sums[name] = (before[0] + x, before[1] + w)
-    return UpdateResult(loss=sum(result.loss for result in results), grad_norm=results[0].grad_norm, sums=sums)
+    skipped = any(result.skipped for result in results)
+    return UpdateResult(loss=sum(result.loss for result in results), grad_norm=results[0].grad_norm, sums=sums, skipped=skipped)

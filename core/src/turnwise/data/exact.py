@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import math
+import sys
+from collections import namedtuple
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -27,16 +30,23 @@ class _Writer:
         if value is None or isinstance(value, str | bool | int):
             return value
         if isinstance(value, float):
+            # JSON has neither NaN nor infinity.
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, np.ndarray | np.generic):
             return self._array(value, where)
         if isinstance(value, list):
             return [self.encode(item, where) for item in value]
+        # Before the plain tuple, of which a namedtuple is one.
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            named = type(value)
+            return {"named": [named.__module__, named.__qualname__, list(value._fields), [self.encode(item, where) for item in value]]}
         if isinstance(value, tuple | frozenset | set):
-            return {type(value).__name__: [self.encode(item, where) for item in value]}
+            kind = next(base.__name__ for base in (tuple, frozenset, set) if isinstance(value, base))
+            return {kind: [self.encode(item, where) for item in value]}
         if isinstance(value, bytes):
             return {"bytes": base64.b64encode(value).decode()}
         if isinstance(value, Mapping):
+            # Pairs, not a JSON object: keys need not be text, and keep their type.
             return {"dict": [[self.encode(k, where), self.encode(v, f"{where}[{k!r}]")] for k, v in value.items()]}
         if type(value).__name__ in RECORDS:
             names = [a.name for a in attrs.fields(type(value))]
@@ -54,7 +64,10 @@ class _Writer:
 
 
 def encode(value: Any) -> tuple[bytes, bytes]:
-    """(JSON text, bytes of the arrays) of plain data, arrays, trajectories, turns and samples. Raises TypeError for anything else."""
+    """(JSON text, bytes of the arrays) of plain data, arrays, trajectories, turns and samples. Raises TypeError for anything else.
+
+    A namedtuple comes back as one, of its own class where that is loaded: states of two classes are two states, whatever they
+    hold. What else derives from a plain type comes back as that type, equal to what it was."""
     writer = _Writer()
     text = json.dumps(writer.encode(value, "it")).encode()
     return text, bytes(writer.buffer)
@@ -64,7 +77,7 @@ def decode(text: bytes, buffer: bytes) -> Any:
     """Undo `encode`. Raises ValueError for text that it did not write."""
     try:
         return _decoded(json.loads(text), buffer)
-    except (KeyError, IndexError, TypeError, StopIteration) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
         raise ValueError(f"not written by encode: {error!r}") from error
 
 
@@ -76,6 +89,7 @@ def _decoded(value: Any, buffer: bytes) -> Any:
     ((kind, inner),) = value.items()
     if kind in ("array", "scalar"):
         dtype, shape, start, size = inner
+        # A copy, for frombuffer gives a view that cannot be written to.
         array = np.frombuffer(buffer[start : start + size], dtype=dtype).reshape(shape).copy()
         return array if kind == "array" else array[()]
     if kind == "dict":
@@ -84,6 +98,23 @@ def _decoded(value: Any, buffer: bytes) -> Any:
         return RECORDS[kind](**{name: _decoded(item, buffer) for name, item in inner.items()})
     if kind == "float":
         return float(inner)
+    if kind == "named":
+        module, name, fields, values = inner
+        if len(fields) != len(values):
+            raise ValueError(f"not written by encode: a {name} of {len(values)} values")
+        # Past the class's own `__new__`, which may take other arguments than its fields.
+        return tuple.__new__(_named(module, name, tuple(fields)), [_decoded(item, buffer) for item in values])
     if kind == "bytes":
         return base64.b64decode(inner)
     return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](_decoded(item, buffer) for item in inner)
+
+
+@lru_cache(maxsize=256)
+def _named(module: str, name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
+    """The class of a namedtuple if its module is loaded, for nothing is imported on a file's word; else one of the same name."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields:
+        return found
+    return namedtuple(name.rpartition(".")[2], fields)  # its fields are data

@@ -30,6 +30,7 @@ def by_tokens(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
     order = _longest_first(lengths)
     groups, start = [], 0
     while start < len(order):
+        # Longest first, so the first sample of a group is its width.
         width = max(1, int(lengths[order[start]]))
         rows = max(1, budget // width)
         groups.append(order[start : start + rows])
@@ -54,6 +55,7 @@ def pack(lengths: np.ndarray, width: int) -> list[np.ndarray]:
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for index in _longest_first(lengths).tolist():
         length = int(lengths[index])
+        # −1 sorts before every row, so a row with exactly this room is found too.
         at = bisect_left(room, (length, -1))
         if at < len(room):
             left, row = room.pop(at)

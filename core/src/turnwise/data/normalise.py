@@ -101,6 +101,7 @@ def normalise(values: np.ndarray, labels: np.ndarray, method: Method, counted: n
     False leaves an entry out of the statistics and gives it 0."""
     values = np.asarray(values, np.float64)
     weights = np.ones(len(values)) if counted is None else np.asarray(counted, np.float64)
+    # The labels given are the one scope; by which name it goes means nothing here.
     mean, divisor, live = _affine(values, RewardNormalization(grouping="batch", method=method), {"batch": np.asarray(labels)}, weights)
     return np.where(live & (weights > 0), (values - mean) / divisor, 0.0)
 
@@ -110,6 +111,7 @@ def _score_statistics(batch: Batch, settings: RewardNormalization) -> tuple[np.n
     kept = trains(batch)
     weights = kept.astype(np.float64)
     if settings.count == "sample":
+        # A trajectory without rows then does not count at all.
         weights *= np.bincount(batch.samples["trajectory"], minlength=len(kept))
     mean, divisor, live = _affine(batch.trajectories["scores"], settings, _scopes(batch), weights)
     return mean, divisor, live & kept

@@ -21,6 +21,7 @@ def run_starts(labels: np.ndarray) -> np.ndarray:
 
 def run_ends(labels: np.ndarray) -> np.ndarray:
     """int64 [G]: one past the last entry of each run of equal neighbours in `labels` [R]."""
+    # Without entries there is no run, so the end that is appended goes again.
     return np.append(run_starts(labels)[1:], np.int64(len(labels)))[: len(labels)]
 
 
@@ -32,6 +33,7 @@ def segment_sums(values: np.ndarray, labels: np.ndarray, count: int) -> np.ndarr
 def segment_means(values: np.ndarray, labels: np.ndarray, count: int, empty: float = 0.0) -> np.ndarray:
     """float64 [count]: the mean of `values` under each label; `empty` where a label has none."""
     members = np.bincount(np.asarray(labels, np.int64), minlength=count)[:count]
+    # np.where computes both sides, so nothing may be divided by zero.
     return np.where(members > 0, segment_sums(values, labels, count) / np.maximum(members, 1), empty)
 
 
@@ -48,6 +50,7 @@ def discounted_sums(values: np.ndarray, labels: np.ndarray, gamma: float) -> np.
     following = np.repeat(ends, ends - run_starts(labels)) - np.arange(len(total)) - 1  # entries after each one in its run
     longest = int(following.max(initial=0))
     reach, factor = 1, float(gamma)
+    # A factor that underflows to 0 adds nothing any more.
     while reach <= longest and factor > 0.0:
         here = np.flatnonzero(following >= reach)
         total[here] += factor * total[here + reach]

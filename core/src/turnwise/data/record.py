@@ -54,6 +54,7 @@ def trajectory_record(step: int, trajectory: Trajectory) -> dict[str, Any]:
         "tag": trajectory.tag,
         "group": int(trajectory.group),
         "member": int(trajectory.member),
+        **({"role": trajectory.role} if trajectory.role else {}),
         "attempt": int(trajectory.attempt),
         "seed": int(trajectory.seed),
         "score": plain(trajectory.score),

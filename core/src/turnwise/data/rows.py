@@ -92,9 +92,11 @@ class Update:
 class UpdateResult:
     """What an update reports: the objective's value, the gradient norm before clipping, and sums for per-token metrics.
 
-    `sums[name] = (Σ w·m·x, Σ w·m)`: the pipeline adds them over the step's updates and divides once.
+    `sums[name] = (Σ w·m·x, Σ w·m)`: the pipeline adds them over the step's updates and divides once. `skipped`: the loss or the gradient was not
+    finite on some rank, so that no rank made a step; `loss` and `grad_norm` are then what was found, and `sums` holds nothing of the tokens.
     """
 
     loss: float
     grad_norm: float
     sums: Mapping[str, tuple[float, float]] = field(factory=dict)
+    skipped: bool = False

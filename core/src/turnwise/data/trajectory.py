@@ -27,7 +27,7 @@ class Generation:
 
     `ids` int32 [n] are exactly the sampled tokens, the stop token included when it was sampled. `logprobs` float32 [n] follow the
     definition of a log-prob in docs/backends.md, or None where the backend cannot give them. `versions` int32 [n]: the policy version
-    that sampled each token. Backends of `input: messages` may leave `ids` None. A player that chose an action, not a text, tells it in
+    that sampled each token. Backends of `input: messages` may leave `ids` None. A player that chose an action, not a text, gives it in
     `extras["action"]`: managers take it as it is.
     """
 
@@ -67,7 +67,10 @@ class Turn:
 
 @frozen(eq=False)
 class Trajectory:
-    """All turns of one episode, in order. It may have no turn at all (a first prompt over the limit); its score still counts."""
+    """All turns of one episode, in order. It may have no turn at all (a first prompt over the limit); its score still counts.
+
+    `role`: whose trajectory it is where an episode gives several (two players, a proposer and a critic), else empty. A group's members of one
+    role are compared with each other alone."""
 
     tag: str
     group: int
@@ -80,6 +83,7 @@ class Trajectory:
     images: tuple[np.ndarray, ...] = ()
     final_observation: Any = ""
     metrics: dict[str, float] = field(factory=dict)
+    role: str = ""
 
     @property
     def score(self) -> float:

@@ -11,7 +11,9 @@ from turnwise.config.schema import RunConfig
 from turnwise.contracts.estimator import AdvantageEstimator
 from turnwise.contracts.group_filter import GroupFilter
 from turnwise.data.batch import Batch
+from turnwise.data.numbers import LOG_RATIO_BOUND
 from turnwise.data.ops import discounted_sums, last_sampled, trains, whiten
+from turnwise.errors import PluginError, boundary
 
 
 def kl_estimate(kind: str, log_probs: np.ndarray, reference: np.ndarray) -> np.ndarray:
@@ -19,14 +21,14 @@ def kl_estimate(kind: str, log_probs: np.ndarray, reference: np.ndarray) -> np.n
 
     k1 = lp − ref, abs, k2 = ½(lp − ref)², k3 = e^(ref − lp) − (ref − lp) − 1 (Schulman, "Approximating KL divergence").
     """
-    d = np.clip(log_probs.astype(np.float64) - reference, -20.0, 20.0)
+    # float64 before the subtraction: the columns are float32, and most differences are small.
+    d: np.ndarray = np.clip(log_probs.astype(np.float64) - reference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     if kind == "k1":
         return d
     if kind == "abs":
-        return np.abs(d)
-    if kind == "k2":
-        return 0.5 * d * d
-    return np.expm1(-d) + d
+        return np.asarray(np.abs(d))
+    # expm1 keeps the digits that exp(−d) − 1 loses near 0.
+    return np.asarray(0.5 * d * d if kind == "k2" else np.expm1(-d) + d)
 
 
 def filter_groups(batch: Batch, filters: Sequence[GroupFilter]) -> Batch:
@@ -35,6 +37,7 @@ def filter_groups(batch: Batch, filters: Sequence[GroupFilter]) -> Batch:
         return batch
     keep = np.ones(len(batch.trajectories), np.bool_)
     for one in filters:
+        # Each filter sees what those before it left.
         keep &= one.keep(batch.trajectories.with_columns(trains=keep))
     return batch.with_trajectories(trains=keep)
 
@@ -60,12 +63,14 @@ def add_kl_penalty(batch: Batch, config: RunConfig, beta: float) -> Batch:
 
 def with_advantages(batch: Batch, estimator: AdvantageEstimator, config: RunConfig) -> Batch:
     """The batch with token columns `advantages` and `returns` (float64, zero off the mask)."""
-    advantages, returns = estimator.compute(batch)
+    with boundary(f"adv_estimator {config.adv_estimator.name!r}", PluginError):
+        advantages, returns = estimator.compute(batch)
     mask = batch.tokens["response_mask"]
     advantages = np.where(mask, advantages, 0.0)
     if "kl_penalty" in batch.tokens and not estimator.token_rewards:
         along = batch.sampled
         owner = batch.tokens["trajectory"][along]
+        # A score estimator has no rewards per token to take the penalty from: its sum from each token on goes off here.
         advantages[along] -= discounted_sums(batch.tokens["kl_penalty"][along], owner, config.gamma)
     mask = mask & trains(batch)[batch.tokens["trajectory"]]
     if config.whiten_advantages if config.whiten_advantages is not None else estimator.whiten:

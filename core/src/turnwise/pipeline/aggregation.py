@@ -34,14 +34,16 @@ def token_coefficients(
     if not tokens.sum() > 0:
         return np.zeros(len(weights))
     if mode == "token-mean":
-        return weights / tokens.sum()
+        return np.asarray(weights / tokens.sum())
 
     rows, first, row = np.unique(row_ids, return_index=True, return_inverse=True)
     row_weight = np.bincount(row, weights=weights, minlength=len(rows))
     units, unit_of_row = np.unique(np.asarray(trajectory)[first] if unit == "trajectory" else rows, return_inverse=True)
     unit_tokens = np.bincount(unit_of_row[row], weights=tokens, minlength=len(units))
     unit_weight = np.zeros(len(units))
+    # The largest, not the sum: a trajectory counts once, into however many rows it was cut.
     np.maximum.at(unit_weight, unit_of_row, row_weight)
+    # Rows without sampled tokens are no sequence.
     unit_weight[unit_tokens == 0] = 0.0
 
     per_unit = np.full(len(units), 1.0 / unit_weight.sum())
@@ -49,7 +51,7 @@ def token_coefficients(
         per_unit *= unit_weight / np.where(unit_tokens > 0, unit_tokens, 1.0)
     if mode == "seq-mean-token-sum-norm":
         per_unit /= scale
-    return weights * per_unit[unit_of_row[row]]
+    return np.asarray(weights * per_unit[unit_of_row[row]])
 
 
 def _check(mode: str, unit: str, scale: float) -> None:

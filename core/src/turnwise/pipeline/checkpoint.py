@@ -1,7 +1,10 @@
-"""Checkpoints: written whole into a temporary folder, made durable, renamed; verified before they are read."""
+"""Checkpoints are written whole into a temporary folder, made durable, and renamed; older ones are pruned or set aside."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -9,30 +12,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
-
 from turnwise.errors import CheckpointError
+from turnwise.planning.resume import MANIFEST, PREFIX, Checkpoint, file_digest, listed, step_of
 
-PREFIX = "checkpoint-"
-MAY_CHANGE = frozenset(
-    {"exp_name", "output_dir", "logging_dir", "render_save_dir", "rollout_dump_dir", "resume_from_checkpoint", "max_steps", "save_steps", "plugins"}
-    | {"logging_steps", "eval_steps", "max_ckpt_to_keep", "track_with", "vars", "baselines"}
-)
-"""Top-level keys that a resumed run may change without a word."""
 TEMPORARY = ".tmp-"
-MANIFEST = "manifest.json"
 
 
-@frozen
-class Checkpoint:
-    """A complete checkpoint: its folder, the number of finished pipeline steps, and the pipeline's own state."""
-
-    folder: Path
-    step: int
-    state: Mapping[str, Any]
-
-
-async def save(root: Path, step: int, state: Mapping[str, Any], write: Callable[[Path], Awaitable[None]]) -> Path:
+async def save(
+    root: Path,
+    step: int,
+    state: Mapping[str, Any],  # Any: JSON data
+    write: Callable[[Path], Awaitable[None]],
+) -> Path:
     """Write `root/checkpoint-<step>`: `write` lets the roles write into a temporary folder, then it is fsynced and renamed.
 
     Whatever goes wrong, no half checkpoint is left and older ones stay whole. Raises CheckpointError (disk full, not writable).
@@ -45,12 +36,14 @@ async def save(root: Path, step: int, state: Mapping[str, Any], write: Callable[
             shutil.rmtree(left)
         temporary.mkdir()
         await write(temporary)
-        files = {str(p.relative_to(temporary)): p.stat().st_size for p in sorted(temporary.rglob("*")) if p.is_file()}
+        files = await asyncio.to_thread(_files, temporary)
         (temporary / MANIFEST).write_text(json.dumps({"step": step, "state": state, "files": files}, indent=1))
         _make_durable(temporary)
+        # rename does not replace a folder that holds something.
         if final.exists():
             shutil.rmtree(final)
         os.rename(temporary, final)
+        # The rename is an entry of this folder, and durable only with it.
         _sync(root)
     except (OSError, CheckpointError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
@@ -62,46 +55,12 @@ async def save(root: Path, step: int, state: Mapping[str, Any], write: Callable[
     return final
 
 
-def read(folder: Path) -> Checkpoint:
-    """A verified checkpoint. Raises CheckpointError if it is missing, incomplete or cut short."""
-    manifest = folder / MANIFEST
-    fix = "Fix: name another checkpoint, or resume_from_checkpoint: false to start anew."
-    if not manifest.is_file():
-        raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}. {fix}")
-    try:
-        content = json.loads(manifest.read_text())
-        files, step, state = dict(content["files"]), int(content["step"]), content["state"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{manifest} is cut short or not a manifest ({error}). {fix}") from error
-    for name, size in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"checkpoint {folder} is incomplete: {name} is missing. {fix}")
-        if path.stat().st_size != size:
-            raise CheckpointError(f"checkpoint {folder} is cut short: {name} has {path.stat().st_size} bytes of {size}. {fix}")
-    return Checkpoint(folder, step, state)
-
-
-def listed(root: Path) -> list[Path]:
-    """All checkpoint folders under `root`, oldest first."""
-    found = root.glob(f"{PREFIX}*") if root.is_dir() else ()
-    return sorted((p for p in found if p.name.removeprefix(PREFIX).isdecimal() and p.is_dir()), key=step_of)
-
-
-def to_resume(setting: bool | str, root: Path) -> Checkpoint | None:
-    """The checkpoint that `resume_from_checkpoint` means: none, the newest under `root`, or the named folder."""
-    if setting is False:
-        return None
-    if setting is True:
-        found = listed(root)
-        return read(found[-1]) if found else None
-    return read(Path(setting))
-
-
 def prune(root: Path, keep: int | None) -> None:
-    """Delete all but the newest `keep` checkpoints."""
+    """Delete all but the newest `keep` checkpoints, and those that another process holds (turnwise.planning.resume.held)."""
     for old in listed(root)[: -keep or None] if keep else []:
-        shutil.rmtree(old)
+        with (old / MANIFEST).open() as file, contextlib.suppress(BlockingIOError):  # somebody reads it: it goes next time
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old)
 
 
 def set_aside(root: Path, start: Checkpoint | None) -> Path | None:
@@ -122,6 +81,12 @@ def set_aside(root: Path, start: Checkpoint | None) -> Path | None:
     return aside
 
 
+def _files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Name → size and digest of every file."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): {"size": path.stat().st_size, "sha256": file_digest(path)} for path in paths}
+
+
 def _make_durable(folder: Path) -> None:
     for path in folder.rglob("*"):
         _sync(path)
@@ -129,27 +94,9 @@ def _make_durable(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
+    # A folder opens for reading only, which is all that fsync needs.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "$") -> list[str]:
-    """Settings that a resumed run changes, one line each; where it writes, and how long it runs, may change."""
-    lines = []
-    for key in before.keys() & now.keys() if path == "$" else before.keys() | now.keys():
-        old, new = before.get(key), now.get(key)
-        if old == new or (path == "$" and key in MAY_CHANGE):
-            continue
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            lines += differences(old, new, f"{path}.{key}")
-        else:
-            lines.append(f"{path}.{key} was {old!r}, is {new!r}")
-    return sorted(lines)
-
-
-def step_of(folder: Path) -> int:
-    """The number of finished steps that a checkpoint's folder name tells."""
-    return int(folder.name.removeprefix(PREFIX))

@@ -6,9 +6,8 @@ import numpy as np
 
 from turnwise.config.schema import CorrectionFilter, RunConfig, TrainInferCorrection
 from turnwise.data.batch import Batch
+from turnwise.data.numbers import LOG_RATIO_BOUND
 from turnwise.data.ops import trains
-
-LOG_RATIO_BOUND = 20.0
 
 
 def compared(batch: Batch) -> dict[str, float]:
@@ -70,11 +69,14 @@ class Gap:
 
     def ratio(self, level: str) -> np.ndarray:
         """e^d at a level; the log-ratio is clamped to ±20."""
-        return np.exp(np.clip(self._aggregate(self.trainer - self.sampler, level), -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+        return np.asarray(np.exp(np.clip(self._aggregate(self.trainer - self.sampler, level), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)))
 
     def difference(self, level: str) -> np.ndarray:
-        """The trainer's probability minus the sampler's, each of the log-probs aggregated at a level."""
-        return np.exp(self._aggregate(self.trainer, level)) - np.exp(self._aggregate(self.sampler, level))
+        """The trainer's probability of each token minus the sampler's, aggregated at a level.
+
+        In this order: the probability of a long sequence is 0 on both sides, and so is a difference taken after the sum.
+        """
+        return self._aggregate(np.exp(self.trainer) - np.exp(self.sampler), level)
 
     def _aggregate(self, values: np.ndarray, level: str) -> np.ndarray:
         if level == "token" or not len(values):

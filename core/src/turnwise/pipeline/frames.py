@@ -17,12 +17,17 @@ from turnwise.errors import MachineError
 FRAME_MS = 500
 
 
-def write(folder: Path, episodes: Mapping[tuple[str, int, int], Sequence[Any]], still: bool = False) -> Iterator[tuple[str, Path]]:
+def write(
+    folder: Path,
+    episodes: Mapping[tuple[str, int, int], Sequence[Any]],  # Any: what an environment's render() returned
+    still: bool = False,
+) -> Iterator[tuple[str, Path]]:
     """Write each episode's frames under `folder`: a GIF (or, `still`, one PNG a frame) of image frames, a text file of string frames.
 
     Yields (name, path) of each file. Raises MachineError without Pillow.
     """
     for (tag, group, member), frames in episodes.items():
+        # A tag is a key of the YAML, and may hold what separates folders.
         name = f"{tag.replace(os.sep, '_')}-{group}-{member}"
         if not frames:
             continue

@@ -6,14 +6,27 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import os
 import signal
-from collections.abc import Coroutine, Iterable, Iterator
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
+from turnwise.contracts.runtime import TrainRole
 from turnwise.errors import MachineError
 
 log = logging.getLogger("turnwise")
+
+T = TypeVar("T")
+
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit status of a process that Ctrl-C has ended, as shells report it."""
+
+_STUCK_SECONDS = 2.0
+"""How long a second signal may wait for the main thread to hear it."""
 
 
 @contextlib.contextmanager
@@ -29,29 +42,104 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
-    """Ctrl-C and SIGTERM set `stop`, a request to stop at the next safe point; a second one ends at once."""
+    """Ctrl-C and SIGTERM set `stop`, a request to stop at the next safe point; a second one ends at once, whatever the event loop does.
+
+    Plain handlers, not those of asyncio, which run between two callbacks only: a step that hangs on the loop, or a regular
+    expression that backtracks for ever, would keep every signal waiting. Not on the main thread there are no signals to hear.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     loop = asyncio.get_running_loop()
-    installed = []
+    heard = 0
 
     def ask() -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
         log.warning("stopping at the next safe point and saving; once more stops at once")
         stop.set()
 
-    for name in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):  # not on the main thread
-            loop.add_signal_handler(name, ask)
-            installed.append(name)
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal heard
+        heard += 1
+        if heard == 1:
+            loop.call_soon_threadsafe(ask)  # logging is not safe where a signal may have interrupted it
+        elif heard == 2:
+            raise KeyboardInterrupt  # out of the loop, or of the code that blocks it
+        else:  # that code, or what closes the roles, did not let it through
+            _end_at_once()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with _heard(loop, lambda: heard > 1):
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _heard(loop: asyncio.AbstractEventLoop, twice: Callable[[], bool]) -> Iterator[None]:
+    """See to it that the handlers run. Where a second signal has come and `twice` stays false, the main thread is in C code, in
+    which none does: the process is ended.
+
+    The interpreter writes the number of every signal into a socket when it comes, and a thread reads it. The thread wakes the
+    loop, too: a signal that the system gives to another thread does not interrupt the main one's waiting.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    left = threading.Event()
+
+    def watch() -> None:
+        came = 0
+        while numbers := reader.recv(64):
+            loop.call_soon_threadsafe(lambda: None)
+            came += sum(number in (signal.SIGINT, signal.SIGTERM) for number in numbers)
+            if came > 1 and not left.wait(_STUCK_SECONDS) and not twice():
+                _end_at_once()
+
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=watch, name="turnwise-signals", daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        for name in installed:
-            loop.remove_signal_handler(name)
+        left.set()
+        signal.set_wakeup_fd(before)
+        writer.close()
+        thread.join()
+        reader.close()
 
 
-async def unless(work: Coroutine[Any, Any, Any], stop: asyncio.Event, watches: Iterable[Coroutine[Any, Any, None]]) -> tuple[bool, Any]:
-    """(True, the result of `work`), or (False, None) once `stop` is set. Raises what `work` raises, or a watch, which otherwise never ends.
+def _end_at_once() -> None:
+    os.write(2, b"stopped at once\n")
+    os._exit(INTERRUPTED)
+
+
+class Stopped(Exception):
+    """A stop was asked for, and nothing is under way that changes weights: what is done can be saved."""
+
+
+class Guard:
+    """Lets the pipeline wait for what changes no weight, and notices meanwhile that the user wants to stop or that a training role is gone."""
+
+    def __init__(self, stop: asyncio.Event, roles: Iterable[TrainRole]) -> None:
+        self._stop, self._roles = stop, tuple(roles)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a stop was asked for."""
+        return self._stop.is_set()
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:  # Any: what a coroutine yields to asyncio concerns nobody
+        """The result of `work`. Raises Stopped, what `work` raises, and the error of a role that is gone."""
+        return await unless(work, self._stop, [role.watch() for role in self._roles])
+
+
+async def unless(
+    work: Coroutine[Any, Any, T],  # Any: as in `unless_stopped`
+    stop: asyncio.Event,
+    watches: Iterable[Coroutine[Any, Any, None]],
+) -> T:
+    """The result of `work`. Raises Stopped once `stop` is set, what `work` raises, or a watch, which otherwise never ends.
 
     What has not ended is cancelled."""
     task, asked, alive = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait()), [asyncio.ensure_future(watch) for watch in watches]
@@ -61,10 +149,11 @@ async def unless(work: Coroutine[Any, Any, Any], stop: asyncio.Event, watches: I
         for watch in alive:
             if watch.done():
                 watch.result()
+        # The result of work that ended together with the request to stop is given up, for whoever resumes repeats it.
         if task.done() and (task.exception() is not None or not stop.is_set()):
-            return True, task.result()
+            return task.result()
+        raise Stopped
     finally:
         for one in every:
             one.cancel()
         await asyncio.gather(*every, return_exceptions=True)
-    return False, None

@@ -7,52 +7,71 @@ import contextlib
 import os
 import queue
 import threading
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
-from turnwise.contracts.runtime import RolePlan, RuntimeContext
-from turnwise.errors import TrainerError
+from turnwise.contracts.chat import Chat
+from turnwise.contracts.inference import InferenceBackend
+from turnwise.contracts.rollout import RolloutSettings, TagPlan
+from turnwise.contracts.runtime import RuntimeCapabilities, RuntimeContext, ServePlan, StrategyRole, TrainPlan
+from turnwise.contracts.train import TrainStrategy
+from turnwise.errors import TrainerError, boundary
 from turnwise.plugins import registry
 
+T = TypeVar("T")
+_Call: TypeAlias = tuple[Callable[[], Any], str, asyncio.AbstractEventLoop, asyncio.Future[Any]]
 
-class LocalHandle:
+
+GRACE_SECONDS = 10.0
+"""How long a call that was given up may take to end, where another is to follow it."""
+
+
+class LocalRole(StrategyRole):
     """A training strategy on its own daemon thread. Calls run one after the other; a call past the timeout ends the run by name."""
 
-    def __init__(self, plan: RolePlan, timeout: float) -> None:
-        self._role = plan.role
+    def __init__(self, role: str, timeout: float) -> None:
+        self._role = role
         self._timeout = timeout
-        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name=f"turnwise-{plan.role}", daemon=True)
+        self._work: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=f"turnwise-{role}", daemon=True)
         self._thread.start()
-        self._target: Any = None
-        self._plan = plan
+        self._strategy: TrainStrategy | None = None
         self._left_behind = False
 
-    async def start(self) -> LocalHandle:
-        """Build the strategy on its thread."""
+    @classmethod
+    async def start(cls, plan: TrainPlan, timeout: float) -> LocalRole:
+        """Build the strategy on a thread of its own."""
+        role = cls(plan.role, timeout)
         try:
-            plan = self._plan
-            self._target = await self._submit(lambda: registry().build(plan.kind, plan.implementation, plan.config, plan.context))
+            role._strategy = await role._submit(lambda: registry().build("train_strategy", plan.implementation, plan.config, plan.context), "start")
         finally:
-            if self._target is None:
-                self._work.put(None)
-        return self
+            if role._strategy is None:
+                role._work.put(None)
+        return role
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Run a method of the strategy; its exception is raised here."""
-        if self._target is None:
+    async def run(self, method: str, work: Callable[[TrainStrategy], T]) -> T:
+        """Run a method of the strategy on its thread; its exception is raised here."""
+        strategy = self._strategy
+        if strategy is None:
             raise TrainerError(f"{self._role}: {method} was called after close")
-        return await self._submit(lambda: getattr(self._target, method)(*args), method)
+        if self._left_behind:
+            await self._free(method)
+        return await self._submit(lambda: work(strategy), method)
 
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """The strategy's weight transports."""
-        return tuple(self._target.transports)
-
-    async def _submit(self, call: Any, what: str = "start") -> Any:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        self._work.put((call, loop, future))
+    async def _free(self, method: str) -> None:
+        """Wait for a call that was given up: until it ends, no other begins. Raises TrainerError where it does not, within the grace."""
         try:
+            await asyncio.wait_for(self._submit(lambda: None, method), GRACE_SECONDS)
+        except TimeoutError as error:
+            raise TrainerError(f"{self._role}: {method} cannot begin, for an earlier call still runs. Fix: see what that one waits for.") from error
+        self._left_behind = False
+
+    async def _submit(self, call: Callable[[], T], what: str) -> T:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._work.put((call, what, loop, future))
+        try:
+            # Shielded: the thread works on, and settles the future, whoever still waits.
             return await asyncio.wait_for(asyncio.shield(future), self._timeout)
         except asyncio.CancelledError:
             self._left_behind |= not future.done()
@@ -67,9 +86,10 @@ class LocalHandle:
 
     def _serve(self) -> None:
         while (item := self._work.get()) is not None:
-            call, loop, future = item
+            call, what, loop, future = item
             try:
-                outcome, error = call(), None
+                with boundary(f"{self._role}: {what}", TrainerError):
+                    outcome, error = call(), None
             except BaseException as problem:  # handed to whoever awaits the call
                 outcome, error = None, problem
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
@@ -78,10 +98,10 @@ class LocalHandle:
     async def close(self) -> None:
         """Close the strategy and end the thread; may be called twice. A strategy that is still in a call which was given up is left behind."""
         try:
-            if self._target is not None and not self._left_behind:
-                await self.call("close")
+            if self._strategy is not None and not self._left_behind:
+                await super().close()
         finally:
-            self._target = None
+            self._strategy = None
             self._work.put(None)
 
 
@@ -98,26 +118,37 @@ def _settle(future: asyncio.Future[Any], outcome: Any, error: BaseException | No
 
 
 class LocalRuntime:
-    """Everything in one process: handles for training strategies, inference backends as they are."""
+    """Everything in one process: training strategies on threads of their own, inference backends as they are."""
 
-    one_process = True
+    capabilities = RuntimeCapabilities(one_process=True)
 
-    def __init__(self, config: Any, context: RuntimeContext) -> None:
+    def __init__(self, config: None, context: RuntimeContext) -> None:
         self._timeout = context.timeout
-        self._placed: list[Any] = []
+        self._placed: list[LocalRole | InferenceBackend] = []
         self._before: dict[str, str | None] = {}
 
-    async def place(self, plan: RolePlan) -> Any:
-        """Build the role, its environment variables set in this process until `close`."""
-        for name, value in plan.environment.items():
+    async def train(self, plan: TrainPlan) -> LocalRole:
+        """Build a training role, its environment variables set in this process until `close`."""
+        self._set(plan.environment)
+        role = await LocalRole.start(plan, self._timeout)
+        self._placed.append(role)
+        return role
+
+    async def serve(self, plan: ServePlan) -> InferenceBackend:
+        """Build the sampling role, its environment variables set in this process until `close`."""
+        self._set(plan.environment)
+        backend: InferenceBackend = registry().build("inference_backend", plan.implementation, plan.config, plan.context)
+        self._placed.append(backend)
+        return backend
+
+    def executor(self, plans: Sequence[TagPlan], settings: RolloutSettings, chat: Chat | None, backend: InferenceBackend) -> None:
+        """None: episodes are played on this event loop."""
+
+    def _set(self, environment: Mapping[str, str]) -> None:
+        for name, value in environment.items():
+            # The first value is the one from before the run; a second role may set the same variable.
             self._before.setdefault(name, os.environ.get(name))
             os.environ[name] = value
-        if plan.kind == "inference_backend":
-            placed = registry().build(plan.kind, plan.implementation, plan.config, plan.context)
-        else:
-            placed = await LocalHandle(plan, self._timeout).start()
-        self._placed.append(placed)
-        return placed
 
     async def close(self) -> None:
         """Close every role, the latest first; the first error is raised when all were asked."""

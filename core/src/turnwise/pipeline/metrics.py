@@ -3,18 +3,53 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from attrs import define, field
 
 from turnwise.data.batch import Batch
 from turnwise.data.normalise import RewardNormalization, normalise_scores
 from turnwise.data.rows import UpdateResult
 from turnwise.data.trajectory import Trajectory
+from turnwise.pipeline.clock import Clock
 
 
-def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Scores, groups and lengths of a step, before training."""
+@define
+class Reporting:
+    """The tags of which some episode has reported `success`. There, an episode that reports none had none.
+
+    Many environments report it at the end alone, or only where it is true; a mean over those that report it would be 1 for random play.
+    """
+
+    tags: set[str] = field(factory=set)
+
+    def known(self, tags: Sequence[str], success: np.ndarray) -> np.ndarray:
+        """float64 [n]: `success` (NaN where an episode of `tags[i]` reported none) with 0 in place of NaN, but for tags that never report.
+
+        Takes note of the tags that report here."""
+        reported = ~np.isnan(success)
+        self.tags |= {tag for tag, one in zip(tags, reported, strict=True) if one}
+        reports = np.array([tag in self.tags for tag in tags], np.bool_)
+        return np.where(~reported & reports, 0.0, success)
+
+    def of(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
+        """As `known`, for trajectories."""
+        success = np.array([np.nan if t.success is None else float(t.success) for t in trajectories], np.float64)
+        return self.known([t.tag for t in trajectories], success)
+
+    def to_plain(self) -> list[str]:
+        """For a checkpoint."""
+        return sorted(self.tags)
+
+    @classmethod
+    def from_plain(cls, tags: Iterable[str]) -> Reporting:
+        """Undo `to_plain`."""
+        return cls(set(tags))
+
+
+def batch_metrics(batch: Batch, reporting: Reporting | None = None) -> dict[str, float]:
+    """Scores, groups and lengths of a step, before training. `reporting`: the run's (None: these trajectories are all there are)."""
     table = batch.trajectories
     scores = table["scores"]
     out = {
@@ -25,9 +60,11 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "rollout/samples": float(len(batch.samples)),
         "rollout/trajectories_without_samples": float(len(scores) - len(np.unique(batch.samples["trajectory"]))),
     }
-    if not np.isnan(table["success"]).all():
-        out["rollout/success"] = float(np.nanmean(table["success"]))
-        out |= _group_success(table["group"], table["success"])
+    success = (reporting or Reporting()).known([batch.tags[tag] for tag in table["tag"]], table["success"])
+    reports = ~np.isnan(success)
+    if reports.any():
+        out["rollout/success"] = _mean(success[reports])
+        out |= _group_success(table["traj_group_id"][reports], success[reports])
     for reason in np.unique(table["stop_reason"].astype(str)):
         out[f"rollout/stop/{reason}"] = float((table["stop_reason"] == reason).mean())
     return out | _lengths(batch)
@@ -69,7 +106,7 @@ def advantage_metrics(batch: Batch, normalization: RewardNormalization | None = 
     count = np.bincount(owner, minlength=len(batch.trajectories))
     has = count > 0
     mean = np.bincount(owner, weights=advantages, minlength=len(batch.trajectories))[has] / count[has]
-    _, group = np.unique(batch.trajectories["group"][has], return_inverse=True)
+    _, group = np.unique(batch.trajectories["traj_group_id"][has], return_inverse=True)
     top = np.full(group.max() + 1, -np.inf)
     bottom = np.full(group.max() + 1, np.inf)
     np.maximum.at(top, group, mean)
@@ -91,10 +128,12 @@ def update_metrics(results: Sequence[UpdateResult], prefix: str = "policy") -> d
     """The step's updates as one: mean loss and gradient norm, per-token metrics as Σ w·m·x / Σ w·m over all of them."""
     if not results:
         return {}
+    made = [r for r in results if not r.skipped]  # a skipped one reports what was not finite
     out = {
-        f"{prefix}/loss": _mean([r.loss for r in results]),
-        f"{prefix}/grad_norm": _mean([r.grad_norm for r in results]),
+        f"{prefix}/loss": _mean([r.loss for r in made]),
+        f"{prefix}/grad_norm": _mean([r.grad_norm for r in made]),
         f"{prefix}/updates": float(len(results)),
+        f"{prefix}/skipped_updates": float(len(results) - len(made)),
     }
     for name in dict.fromkeys(n for r in results for n in r.sums):
         parts = [r.sums[name] for r in results if name in r.sums]
@@ -103,32 +142,50 @@ def update_metrics(results: Sequence[UpdateResult], prefix: str = "policy") -> d
     return out
 
 
-def evaluation_metrics(trajectories: Sequence[Trajectory], planned: dict[str, int]) -> dict[str, float]:
+def evaluation_metrics(trajectories: Sequence[Trajectory], planned: dict[str, int], reporting: Reporting | None = None) -> dict[str, float]:
     """Score, success and turns per tag and over all; `val/<tag>/failed` is the share of planned episodes that failed to play."""
+    reporting = reporting or Reporting()
+    reporting.of(trajectories)
     out: dict[str, float] = {}
     for tag, count in planned.items():
         mine = [t for t in trajectories if t.tag == tag]
-        out |= {f"val/{tag}/{name}": value for name, value in _summary(mine).items()}
-        out[f"val/{tag}/failed"] = 1 - len(mine) / count if count else 0.0
-    return out | {f"val/{name}": value for name, value in _summary(trajectories).items()}
+        out |= {f"val/{tag}/{name}": value for name, value in _summary(mine, reporting).items()}
+        out[f"val/{tag}/failed"] = 1 - len({(t.group, t.member) for t in mine}) / count if count else 0.0
+    return out | {f"val/{name}": value for name, value in _summary(trajectories, reporting).items()}
 
 
-def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def environment_metrics(trajectories: Sequence[Trajectory], reporting: Reporting | None = None) -> dict[str, float]:
     """`env/<tag>/…`: score, success, turns and the environment's own metrics per tag."""
-    tags = dict.fromkeys(t.tag for t in trajectories)
-    return {f"env/{tag}/{name}": v for tag in tags for name, v in _summary([t for t in trajectories if t.tag == tag]).items()}
+    reporting = reporting or Reporting()
+    by_tag: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        by_tag.setdefault(trajectory.tag, []).append(trajectory)
+    return {f"env/{tag}/{name}": value for tag, mine in by_tag.items() for name, value in _summary(mine, reporting).items()}
+
+
+def throughput(values: Mapping[str, float], clock: Clock, epochs: int) -> dict[str, float]:
+    """Tokens per second of a step: trained, each once an epoch, and sampled."""
+    trained, sampled = values.get("tokens/total", 0.0) * epochs, values.get("tokens/sampled", 0.0)
+    return {"tps/actor_train": trained / max(clock.seconds("actor_train"), 1e-9), "tps/rollout": sampled / max(clock.seconds("rollout"), 1e-9)}
 
 
 def system_metrics() -> dict[str, float]:
     """`system/cpu_memory`: the driver's peak resident memory in GiB."""
+    # ru_maxrss is in KiB on Linux.
     return {"system/cpu_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
 
 
-def _summary(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    success = [float(t.success) for t in trajectories if t.success is not None]
+def _summary(trajectories: Sequence[Trajectory], reporting: Reporting) -> dict[str, float]:
+    success = reporting.of(trajectories)
     out = {"score/mean": _mean([t.score for t in trajectories]), "turns/mean": _mean([len(t.turns) for t in trajectories])}
-    if success:
-        out["success"] = _mean(success)
+    if len(reported := success[~np.isnan(success)]):
+        out["success"] = _mean(reported)
+    roles = sorted({t.role for t in trajectories} - {""})
+    for role in roles:
+        mine = [i for i, t in enumerate(trajectories) if t.role == role]
+        out[f"{role}/score/mean"] = _mean([trajectories[i].score for i in mine])
+        if len(reported := success[mine][~np.isnan(success[mine])]):
+            out[f"{role}/success"] = _mean(reported)
     names = dict.fromkeys(name for t in trajectories for name in t.metrics)
     return out | {name: _mean([t.metrics[name] for t in trajectories if name in t.metrics]) for name in names}
 

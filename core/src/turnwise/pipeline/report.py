@@ -10,9 +10,10 @@ from typing import Any
 from attrs import define, field
 
 from turnwise.config.schema import RunConfig
+from turnwise.contracts.logger import LoggerCapabilities
+from turnwise.declared import declared
 from turnwise.errors import PluginError
 from turnwise.pipeline.health import unhealthy
-from turnwise.plugins import registry
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
@@ -35,6 +36,7 @@ class History:
 
     def note(self, values: Mapping[str, float]) -> None:
         """The metrics of a step."""
+        # The older value wins: a metric may appear later than the first step.
         self.first = {**values, **self.first}
         self.last.update(values)
 
@@ -43,7 +45,7 @@ class History:
         if rates:
             self.rates[step] = [len(rates), rates[0], rates[-1]]
 
-    def to_plain(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, Any]:  # Any: JSON data
         """JSON data."""
         return {
             "evaluations": {str(k): v for k, v in self.evaluations.items()},
@@ -54,7 +56,7 @@ class History:
         }
 
     @classmethod
-    def from_plain(cls, data: Mapping[str, Any]) -> History:
+    def from_plain(cls, data: Mapping[str, Any]) -> History:  # Any: as `to_plain`
         """Undo `to_plain`; a checkpoint of an earlier version knows neither first values nor rates."""
         return cls(
             evaluations={int(k): dict(v) for k, v in data["evaluations"].items()},
@@ -109,11 +111,11 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
 
 
 def _pictures(config: RunConfig) -> list[str]:
-    """What the chosen loggers say they draw into the run's folder (their optional `pictures`)."""
+    """What the chosen loggers say they draw into the run's folder (LoggerCapabilities)."""
     names: list[str] = []
     for choice in config.track_with:
         try:
-            names += getattr(registry().find("logger", choice.name).target(), "pictures", ())
+            names += declared(LoggerCapabilities, choice.name, choice.config).pictures
         except PluginError:
             continue
     return names

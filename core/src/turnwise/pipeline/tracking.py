@@ -10,6 +10,7 @@ from typing import Any
 
 from turnwise.contracts.logger import Logger
 from turnwise.data.trajectory import Trajectory
+from turnwise.errors import one_line
 
 log = logging.getLogger("turnwise")
 
@@ -19,7 +20,7 @@ class Tracking:
 
     def __init__(self, loggers: Sequence[tuple[str, Logger]]) -> None:
         self._loggers = list(loggers)
-        self._told_failures = False
+        self._failures_reported = False
 
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of a step."""
@@ -37,9 +38,11 @@ class Tracking:
         """Episodes that could not be played: all in run.log, the first of the run on the terminal too."""
         for line in lines:
             log.info("%s: %s", where, line)
-        if lines and not self._told_failures:
-            self._told_failures = True
-            log.warning("%s: %d attempts failed, the first: %s. Later ones are counted, and told in run.log", where, len(lines), lines[0].rstrip("."))
+        if lines and not self._failures_reported:
+            self._failures_reported = True
+            log.warning(
+                "%s: %d attempts failed, the first: %s. Later ones are counted, and logged in run.log", where, len(lines), lines[0].rstrip(".")
+            )
 
     def resume(self, step: int) -> None:
         """The run begins, or goes on, at `step`."""
@@ -51,13 +54,16 @@ class Tracking:
         self._loggers = []
 
     def _each(self, method: str, *args: Any) -> None:
+        # A copy: a logger that fails is removed while the others are called.
         for item in list(self._loggers):
             name, logger = item
             try:
                 getattr(logger, method)(*args)
-            except Exception as error:  # whatever a stranger's logger raises must not stop the run
-                log.warning("logger %s failed in %s and is switched off: %s: %s", name, method, type(error).__name__, error)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # whatever a stranger's logger raises, sys.exit() too, must not stop the run
+                log.warning("logger %s failed in %s and is switched off: %s", name, method, one_line(error))
                 self._loggers.remove(item)
                 if method != "close":
-                    with contextlib.suppress(Exception):  # it was reported once; this is only to release its files
+                    with contextlib.suppress(Exception, SystemExit):  # it was reported once; this is only to release its files
                         logger.close()

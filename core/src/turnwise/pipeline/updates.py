@@ -13,21 +13,15 @@ from turnwise.data.batch import Batch
 from turnwise.data.ops import segment_means, trains
 from turnwise.data.rows import Rows, Update, rows_of
 from turnwise.pipeline.aggregation import token_coefficients
-from turnwise.pipeline.schedules import Schedule, learning_rate, warmup_steps_of
+from turnwise.planning.schedules import learning_rate, schedule_of
 from turnwise.rollout.seeds import tag_digest
 
 
 def derive(seed: int, purpose: str, *where: int) -> int:
     """A seed for one purpose at one place of the run (step, epoch), from the run's seed."""
     sequence = np.random.SeedSequence([seed % 2**64, tag_digest(purpose), *where])
+    # 63 bits: seeds are below 2**63 everywhere.
     return int(sequence.generate_state(1, np.uint64)[0]) >> 1
-
-
-def schedule_of(role: Role, max_steps: int) -> Schedule:
-    """The learning-rate schedule of a role; warm-up in pipeline steps."""
-    args = role.training_args
-    warmup = warmup_steps_of(args.warmup_steps, args.warmup_ratio, max_steps)
-    return Schedule(args.lr_scheduler_type, warmup, dict(args.lr_scheduler_kwargs))
 
 
 def coefficient(value: float | CoefRange, step: int, max_steps: int) -> float:
@@ -50,6 +44,7 @@ def updates(batch: Batch, planned: list[PlannedUpdate], config: RunConfig, role:
     everything = training_rows(batch)
     total = config.ppo_epochs * len(planned)
     for epoch in range(config.ppo_epochs):
+        # The first epoch keeps the policy's order; whole updates are permuted, so each keeps its denominators.
         order = np.random.default_rng(derive(config.seed, "epoch", step, epoch)).permutation(len(planned)) if epoch else range(len(planned))
         for position, which in enumerate(order):
             k = epoch * len(planned) + position

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from turnwise.contracts.chat import Message
-from turnwise.contracts.environment import check_reset, check_step
+from turnwise.contracts.environment import Response, check_reset, check_step
 from turnwise.contracts.inference import InferenceBackend, Request
+from turnwise.contracts.rollout import EnvironmentTimeout, Frame, RolloutSettings, TagPlan
 from turnwise.data.trajectory import Generation
-from turnwise.errors import EngineError, EnvironmentFailure, TurnwiseError
-from turnwise.rollout.hosts import HOSTS, EnvironmentTimeout, Host
-from turnwise.rollout.plan import RolloutSettings, TagPlan
-from turnwise.rollout.process import one_line
+from turnwise.errors import EngineError, EnvironmentFailure, TurnwiseError, one_line
+from turnwise.rollout.hosts import HOSTS, Host
 from turnwise.rollout.seeds import request_seed
 from turnwise.rollout.sweeper import Sweeper
 
@@ -26,15 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 class Pool:
-    """The environments of one tag. Idle ones are reused; what failed is never used again."""
+    """The environments of one tag. Idle ones are reused; what failed is never used again. `starts`: how many processes may start at once."""
 
-    def __init__(self, plan: TagPlan, settings: RolloutSettings, sweeper: Sweeper) -> None:
+    def __init__(self, plan: TagPlan, settings: RolloutSettings, sweeper: Sweeper, starts: asyncio.Semaphore) -> None:
         self.plan = plan
         self.settings = settings
         self.gate: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
         if plan.max_concurrent_steps is not None:
             self.gate = asyncio.Semaphore(plan.max_concurrent_steps)
         self._sweeper = sweeper
+        self._starts = starts
         self._idle: list[Host] = []
 
     async def take(self) -> Host:
@@ -43,6 +43,10 @@ class Pool:
             return self._idle.pop()
         host = HOSTS[self.plan.step](self.plan.tag, self.plan.build, self._sweeper)
         try:
+            if self.plan.step == "process":
+                # Its clock begins with its turn: all at once would take each other's time, and fail as environments that hang.
+                async with self._starts:
+                    await host.call("start", self.settings.reset_timeout)
             async with self.gate:
                 await host.call("build", self.settings.reset_timeout)
         except EnvironmentFailure:
@@ -68,7 +72,7 @@ class HostedEnvironment:
 
     __slots__ = ("_frames", "_gate", "_host", "_options", "_seed", "_settings", "_tag")
 
-    def __init__(self, host: Host, pool: Pool, seed: int, options: dict[str, Any] | None, frames: list[Any] | None) -> None:
+    def __init__(self, host: Host, pool: Pool, seed: int, options: dict[str, int] | None, frames: list[Frame] | None) -> None:
         self._host = host
         self._gate = pool.gate
         self._tag = pool.plan.tag
@@ -77,7 +81,7 @@ class HostedEnvironment:
         self._options = options
         self._frames = frames
 
-    async def reset(self) -> tuple[Any, dict[str, Any]]:
+    async def reset(self) -> tuple[Any, dict[str, Any]]:  # Any: an observation, and what an environment informs of
         """Reset with the group's seed and options. Raises EnvironmentFailure."""
         async with self._gate:
             result = await self._host.call("reset", self._settings.reset_timeout, seed=self._seed, options=self._options)
@@ -86,16 +90,16 @@ class HostedEnvironment:
                 await self._render(self._frames)
         return checked
 
-    async def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    async def step(self, action: str, response: Response | None = None) -> tuple[Any, float, bool, bool, dict[str, Any]]:  # Any: as in `reset`
         """One step. Raises EnvironmentFailure."""
         async with self._gate:
-            result = await self._host.call("step", self._settings.step_timeout, action=action)
+            result = await self._host.call("step", self._settings.step_timeout, action=action, response=response)
             checked = check_step(result, self._tag)
             if self._frames is not None:
                 await self._render(self._frames)
         return checked
 
-    async def _render(self, frames: list[Any]) -> None:
+    async def _render(self, frames: list[Frame]) -> None:
         try:
             frame = await self._host.call("render", self._settings.step_timeout)
         except EnvironmentTimeout:
@@ -110,7 +114,7 @@ class HostedEnvironment:
 
 
 class Requests:
-    """The backend behind its boundary: a request's timeout, and what was given up and must be aborted (appended to `given_up`).
+    """A backend behind its boundary: a request's timeout, and what was given up and must be aborted (appended to `given_up`).
 
     `stop` is called with an EngineError when a request takes longer than `request_timeout`.
     """
@@ -121,7 +125,7 @@ class Requests:
         settings: RolloutSettings,
         sweeper: Sweeper,
         stop: Callable[[TurnwiseError], None],
-        given_up: list[Request],
+        given_up: list[tuple[InferenceBackend, Request]],
     ) -> None:
         self.backend = backend
         self.settings = settings
@@ -135,12 +139,14 @@ class Requests:
         try:
             return await self.backend.generate(request)
         except asyncio.CancelledError:
-            self.given_up.append(request)
+            self.given_up.append((self.backend, request))
             raise
-        except TurnwiseError:
+        except (TurnwiseError, KeyboardInterrupt, GeneratorExit):
             raise
-        except Exception as error:
-            raise EngineError(f"the inference backend raised {one_line(error)} for {_name(request)}.") from error
+        except BaseException as error:  # sys.exit() in a backend is no end of the run, either
+            raise EngineError(
+                f"the inference backend raised {one_line(error)} for {_name(request)}. Fix: look into its log, or repair the plugin."
+            ) from error
         finally:
             self._sweeper.release(key)
 

@@ -11,16 +11,17 @@ from collections.abc import Awaitable, Callable
 from queue import SimpleQueue
 from typing import Any
 
-from turnwise.errors import EnvironmentFailure
-from turnwise.rollout.plan import StepMode
-from turnwise.rollout.process import CallError, ProcessEnvironment, invoke, one_line
+from turnwise.contracts.rollout import EnvironmentTimeout, StepMode
+from turnwise.errors import EnvironmentFailure, one_line
+from turnwise.rollout.origin import raised
+from turnwise.rollout.process import CallError, ProcessEnvironment, invoke
 from turnwise.rollout.sweeper import Sweeper
 
 logger = logging.getLogger(__name__)
 
 
-class EnvironmentTimeout(EnvironmentFailure):
-    """A call to an environment did not return in time."""
+# Any, here and in `turnwise.rollout.process`: arguments and results of a stranger's methods, which the checks of the
+# contract look at afterwards.
 
 
 class Host(ABC):
@@ -38,7 +39,9 @@ class Host(ABC):
         self.lost = False
 
     async def call(self, method: str, timeout: float, **arguments: Any) -> Any:
-        """Run `build`, `reset`, `step`, `render` or `close` and return its result; a coroutine is awaited on the event loop."""
+        """Run `start` (of a process), `build`, `reset`, `step`, `render` or `close` and return its result.
+
+        A coroutine is awaited on the event loop."""
         try:
             result = await self._run(method, timeout, arguments)
             if hasattr(result, "__await__"):
@@ -49,9 +52,9 @@ class Host(ABC):
         except EnvironmentTimeout:
             raise
         except (Exception, SystemExit) as error:
-            what = str(error) if isinstance(error, CallError) else f"raised {one_line(error)}"
+            what = str(error) if isinstance(error, CallError) else raised(error)
             raise EnvironmentFailure(f"{self.tag}.{method} {what}") from error
-        self.built = True
+        self.built |= method == "build"
         return result
 
     async def close(self, timeout: float) -> None:
@@ -83,6 +86,7 @@ class Host(ABC):
         """Let go of what the host holds, without waiting."""
 
     async def _await(self, awaitable: Awaitable[Any], method: str, timeout: float) -> Any:
+        # A task of its own with a future beside it: a coroutine that ignores its cancellation must not hold the caller.
         task = asyncio.ensure_future(awaitable)
         done = asyncio.get_running_loop().create_future()
 
@@ -106,7 +110,7 @@ class Host(ABC):
         def expire() -> None:
             if not future.done():
                 self.abandon()
-                key = "reset_timeout" if method in ("build", "reset") else "step_timeout"
+                key = "reset_timeout" if method in ("start", "build", "reset") else "step_timeout"
                 future.set_exception(EnvironmentTimeout(f"{self.tag}.{method} did not return within {timeout:g} s ({key})"))
 
         key = self.sweeper.watch(timeout, expire)
@@ -171,12 +175,12 @@ class ThreadHost(Host):
             value: Any = None
             error: BaseException | None = None
             try:
-                if method == "build":
-                    environment = self._build()
+                if method in ("start", "build"):
+                    environment = self._made(environment, method)
                 else:
                     value = invoke(environment, method, arguments)
-            except BaseException as raised:  # an environment that calls sys.exit() has failed, too
-                error = raised if isinstance(raised, Exception) else CallError(f"raised {one_line(raised)}")
+            except BaseException as raising:  # an environment that calls sys.exit() has failed, too
+                error = raising if isinstance(raising, Exception) else CallError(raised(raising))
             if method == "close":
                 environment = None
             _post(loop, future, (value, error))
@@ -188,20 +192,28 @@ class ThreadHost(Host):
             except Exception as error:
                 logger.warning("%s.close raised %s", self.tag, one_line(error))
 
-    def _build(self) -> Any:
+    def _made(self, environment: Any, method: str) -> Any:
+        """The environment after `build`."""
         return self.build()
 
 
 class ProcessHost(ThreadHost):
-    """Calls run in a process of the environment's own; the host's thread waits for the answers. A hang kills the process."""
+    """Calls run in a process of the environment's own; the host's thread waits for the answers. A hang kills the process.
+
+    `start` starts the process alone, which may take longer than anything that the environment does; `build` does it where that was
+    not called before.
+    """
 
     _process: ProcessEnvironment | None = None
 
-    def _build(self) -> ProcessEnvironment:
-        self._process = ProcessEnvironment(self.build)
-        if self.lost:  # given up before the process was there to be killed
-            self._process.kill()
-        self._process.start()
+    def _made(self, environment: Any, method: str) -> ProcessEnvironment:
+        if self._process is None:
+            self._process = ProcessEnvironment(self.build)
+            if self.lost:  # given up before the process was there to be killed
+                self._process.kill()
+            self._process.start()
+        if method == "build":
+            self._process.build()
         return self._process
 
     def _end(self) -> None:

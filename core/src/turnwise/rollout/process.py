@@ -12,6 +12,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from turnwise.contracts.environment import Response, takes_response
+from turnwise.errors import one_line
+from turnwise.rollout.origin import raised
+
 _CLOSE_SECONDS = 5.0
 _spawning = threading.Lock()
 
@@ -27,22 +31,21 @@ class RemoteTracebackError(Exception):
         return f"\n{self.args[0]}"
 
 
-def one_line(error: BaseException) -> str:
-    """`Type: message`, on one line, cut at 500 characters."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
+# Any: arguments and results of a stranger's methods.
 
 
 def invoke(environment: Any, method: str, arguments: dict[str, Any]) -> Any:
     """Call a method of an environment; `render` and `close` are optional and give None where they do not exist."""
     if method == "step":
+        if takes_response(environment):
+            return environment.step(arguments["action"], response=arguments.get("response"))
         return environment.step(arguments["action"])
     call = getattr(environment, method, None) if method in ("render", "close") else getattr(environment, method)
     return call(**arguments) if call is not None else None
 
 
 class ProcessEnvironment:
-    """The environment's methods, blocking; `start` comes first. `build` must be picklable.
+    """The environment's methods, blocking; `start` comes first, then `build`. What it is built with must be picklable.
 
     What fails in the process, and its death, raise CallError, chained to the process's traceback where there is one.
     """
@@ -54,7 +57,7 @@ class ProcessEnvironment:
         self._killed = False
 
     def start(self) -> None:
-        """Start the process and build the environment there."""
+        """Start the process: an interpreter of its own, which imports what the environment needs."""
         with _spawning:  # multiprocessing keeps its table of children without a lock
             self._process.start()
         self._remote.close()
@@ -66,13 +69,17 @@ class ProcessEnvironment:
             self._reap()
             raise
 
+    def build(self) -> None:
+        """Build the environment there."""
+        self._ask("build", {})
+
     def reset(self, **arguments: Any) -> Any:
         """The environment's `reset`."""
         return self._ask("reset", arguments)
 
-    def step(self, action: str) -> Any:
+    def step(self, action: str, response: Response | None = None) -> Any:
         """The environment's `step`."""
-        return self._ask("step", {"action": action})
+        return self._ask("step", {"action": action, "response": response})
 
     def render(self) -> Any:
         """The environment's `render`, None where it has none."""
@@ -136,26 +143,26 @@ class ProcessEnvironment:
 
 
 def _serve(pipe: Connection, build: Callable[[], Any]) -> None:
-    """The worker process: build, then answer calls until the pipe closes."""
+    """The worker process: say that it is there, then answer calls until the pipe closes."""
     if hasattr(os, "setsid"):
         os.setsid()  # so that a kill reaches what the environment started, and Ctrl-C is the driver's alone
     threading.Thread(target=_end_with_parent, daemon=True).start()
     loop = asyncio.new_event_loop()
     environment: Any = None
-    method = "build"
+    method = "start"
     arguments: dict[str, Any] = {}
     while True:
         try:
             value: Any = None
             if method == "build":
                 environment = build()
-            else:
+            elif method != "start":
                 value = invoke(environment, method, arguments)
             if hasattr(value, "__await__"):
                 value = loop.run_until_complete(value)
             answer = (True, value)
         except BaseException as error:  # also sys.exit() in an environment
-            answer = (False, (f"raised {one_line(error)}", traceback.format_exc()))
+            answer = (False, (raised(error), traceback.format_exc()))
         try:
             try:
                 pipe.send(answer)

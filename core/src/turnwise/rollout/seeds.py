@@ -21,9 +21,11 @@ def tag_digest(tag: str) -> int:
 
 
 def environment_seed(seed: int, tag: str, group: int, *, evaluation: bool = False) -> int:
-    """The seed (0 ≤ seed < 2**63) with which every member of group `group` resets. Evaluation never shares a training group's seed."""
+    """The seed (0 ≤ seed < 2**32) with which every member of group `group` resets. Those of an evaluation are drawn apart from training's.
+
+    No more bits: `np.random.RandomState`, which many environments seed, takes 32."""
     sequence = np.random.SeedSequence([seed % 2**64, tag_digest(tag), group, _EVALUATION if evaluation else _TRAIN])
-    return int(sequence.generate_state(1, np.uint64)[0]) >> 1
+    return int(sequence.generate_state(1, np.uint32)[0])
 
 
 def request_seed(environment: int, member: int, attempt: int, turn: int) -> int:

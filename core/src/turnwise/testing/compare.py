@@ -21,6 +21,7 @@ def same(left: Any, right: Any) -> bool:
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
         return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right))
+    # The one value that == does not find equal to itself, and a reward may be it.
     if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
         return math.isnan(right)
     return bool(left == right)
@@ -29,6 +30,7 @@ def same(left: Any, right: Any) -> bool:
 def global_random_state() -> dict[str, Any]:
     """The state of Python's, numpy's and (where it is loaded) torch's global generator."""
     state: dict[str, Any] = {"random": random.getstate(), "numpy.random": np.random.get_state()}
+    # Asked for only where it is loaded: importing torch takes seconds, and most implementations do without it.
     torch = sys.modules.get("torch")
     return state if torch is None else state | {"torch": torch.get_rng_state().numpy().copy()}
 

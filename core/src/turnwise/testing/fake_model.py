@@ -12,11 +12,11 @@ import numpy as np
 from attrs import frozen
 
 from turnwise.contracts.chat import Message, ModelSourceContext
-from turnwise.contracts.inference import InferenceContext, Request
+from turnwise.contracts.inference import DeviceMemory, InferenceContext, Request
 from turnwise.contracts.train import Offer, TrainContext
 from turnwise.data.rows import Rows, Update, UpdateResult
 from turnwise.data.trajectory import Generation, float32, int32
-from turnwise.errors import CheckpointError, ConfigError, TrainerError, did_you_mean
+from turnwise.errors import CheckpointError, ConfigError, Problem, TrainerError, did_you_mean
 
 END, IMAGE, VOCABULARY = 256, 257, 262
 ROLES = {"system": 258, "user": 259, "assistant": 260, "tool": 261}
@@ -29,6 +29,12 @@ class FakeChat:
     """A chat format without a tokenizer: header id, one id per byte, end id; an image is four ids."""
 
     stop_ids: tuple[int, ...] = (END,)
+
+    def with_args(self, args: Mapping[str, Any]) -> FakeChat:
+        """Itself; there is no template that could read an argument."""
+        if args:
+            raise ConfigError(f"template_args: the fake chat reads none of {', '.join(args)}. Fix: leave them out")
+        return self
 
     def render(self, messages: Sequence[Message], images: Sequence[np.ndarray] = (), tools: Sequence[dict[str, Any]] | None = None) -> np.ndarray:
         """int32 ids of the conversation, ending with the assistant's header."""
@@ -44,9 +50,14 @@ class FakeChat:
         """The bytes of `text`."""
         return int32(list(text.encode()))
 
-    def decode(self, ids: np.ndarray) -> str:
-        """The text of the byte ids; every other id is left out."""
-        return bytes(int(i) for i in ids if 0 <= int(i) < END).decode(errors="replace")
+    def decode(self, ids: np.ndarray, special: bool = False) -> str:
+        """The text of the byte ids; every other id is left out, or shown as its number."""
+        shown = [bytes([i]) if 0 <= i < END else f"<|{i}|>".encode() if special else b"" for i in map(int, ids)]
+        return b"".join(shown).decode(errors="replace")
+
+    def begins_image(self, ids: np.ndarray) -> bool:
+        """Whether an image's id is among them."""
+        return bool((np.asarray(ids) == IMAGE).any())
 
 
 def _content_ids(content: Any) -> list[int]:
@@ -68,6 +79,7 @@ def initial_weights(letters: str = "abcd", seed: int = 0) -> np.ndarray:
     """float64 [V, V]: row = the token before, column = the next; the letters and the end are likely, everything else is very unlikely."""
     weights = np.full((VOCABULARY, VOCABULARY), -10.0)
     weights[:, [*letters.encode(), END]] = 0.0
+    # Unequal, so that greedy sampling has one answer.
     return weights + 0.01 * np.random.default_rng(seed).standard_normal(weights.shape)
 
 
@@ -128,7 +140,20 @@ class FakeBackend:
     """Samples from the bigram, from the whole distribution: of the generating arguments it knows the temperature and the limit alone."""
 
     input: Literal["ids", "messages"] = "ids"
-    transports: tuple[str, ...] = ("fake", "shared")
+
+    @staticmethod
+    def transports(config: FakeBackendConfig, context: InferenceContext) -> tuple[str, ...]:
+        """`fake`: a copy of the weights; `shared`: the weights themselves."""
+        return ("fake", "shared")
+
+    @staticmethod
+    def check(config: FakeBackendConfig, context: InferenceContext) -> list[Problem]:
+        """Nothing is wrong with it."""
+        return []
+
+    def receivers(self, transport: str) -> int:
+        """One."""
+        return 1
 
     def __init__(self, config: FakeBackendConfig, context: InferenceContext) -> None:
         self._config = config
@@ -182,7 +207,7 @@ class FakeBackend:
     async def sleep(self) -> None:
         """Nothing to give back."""
 
-    async def wake(self) -> None:
+    async def wake(self, what: DeviceMemory) -> None:
         """Nothing to take again."""
 
     async def close(self) -> None:
@@ -196,7 +221,15 @@ class FakeStrategy:
     With `head: value` it trains one value per preceding token on coef·½(V − return)².
     """
 
-    transports: tuple[str, ...] = ("fake", "shared")
+    @staticmethod
+    def transports(config: None, context: TrainContext) -> tuple[str, ...]:
+        """`fake`: a copy of the weights; `shared`: the weights themselves."""
+        return ("fake", "shared")
+
+    @staticmethod
+    def check(config: None, context: TrainContext) -> list[Problem]:
+        """Nothing is wrong with it."""
+        return []
 
     def __init__(self, config: None, context: TrainContext) -> None:
         self._context = context
@@ -223,8 +256,8 @@ class FakeStrategy:
         value_head = self._context.head == "value"
         loss, gradient, sums = self._value_step(update) if value_head else self._policy_step(update)
         norm = float(np.sqrt((gradient**2).sum()))
-        if not np.isfinite(norm):
-            raise TrainerError(f"{self._context.role}: the gradient is not finite.")
+        if not np.isfinite(norm + loss):
+            return UpdateResult(loss, norm, skipped=True)
         step = update.lr * gradient * min(1.0, self._context.max_grad_norm / max(norm, 1e-12))
         if value_head:
             self._values -= step
@@ -248,6 +281,7 @@ class FakeStrategy:
         per_logit[np.arange(len(token)), token] += by_token
         per_logit += (columns["coef"] * update.entropy_coef)[:, None] * probabilities * (scores + entropy[:, None])
         gradient = np.zeros_like(self._weights)
+        # Unbuffered: a token stands before several others, and indexing would keep only the last of their sums.
         np.add.at(gradient, before, per_logit / self._context.temperature)
         weight = columns.get("weight", np.ones(len(token)))
         old = np.where(np.isnan(columns["old_log_probs"]), new, columns["old_log_probs"]) if "old_log_probs" in columns else new
@@ -279,6 +313,7 @@ class FakeStrategy:
         """Undo `save`. Raises CheckpointError."""
         try:
             with np.load(folder / "state.npz") as state:
+                # In place, as a backend may share the array.
                 self._weights[:], self._values[:] = state["weights"], state["values"]
                 self._updates = int(state["updates"])
         except Exception as error:  # zipfile, OSError, KeyError: whatever is wrong with the file, it is not a state

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from attrs import field, frozen, validators
 
 from turnwise.contracts.batch_adjust import AdjustContext, AdjustInput, PlannedUpdate
-from turnwise.contracts.chat import Message
+from turnwise.contracts.chat import Chat, Message
 from turnwise.contracts.env_manager import Episode, ManagerContext, Sampler
+from turnwise.contracts.environment import Response
 from turnwise.contracts.estimator import EstimatorContext
 from turnwise.contracts.group_filter import FilterContext
+from turnwise.contracts.inference import InferenceBackend
 from turnwise.contracts.logger import LoggerContext
 from turnwise.contracts.loss import LossContext, LossView
-from turnwise.contracts.runtime import RolePlan, RuntimeContext
+from turnwise.contracts.rollout import RolloutSettings, TagPlan
+from turnwise.contracts.runtime import RuntimeCapabilities, RuntimeContext, ServePlan, StrategyRole, TrainPlan, TrainRole
+from turnwise.contracts.train import TrainStrategy
 from turnwise.data.batch import Batch, Table
 from turnwise.data.trajectory import Generation, Sample, StopReason, Trajectory, Turn, int32
+from turnwise.errors import TrainerError, boundary
 from turnwise.plugins import registry
 from turnwise.testing.fake_model import FakeBackend, FakeBackendConfig, FakeChat, FakeModelSource, FakeStrategy
 
@@ -34,15 +39,16 @@ __all__ = [
     "FakeEstimator",
     "FakeFilterConfig",
     "FakeGroupFilter",
-    "FakeHandle",
     "FakeLogger",
     "FakeLoggerConfig",
     "FakeLoss",
     "FakeModelSource",
+    "FakeRole",
     "FakeRuntime",
     "FakeStrategy",
 ]
 
+T = TypeVar("T")
 Failure = Literal["none", "raise", "hang", "nan", "nontext"]
 
 
@@ -144,7 +150,7 @@ class FakeEnvManager:
                 turn=len(turns), images=tuple(images), max_new_tokens=limit, actions=tuple(info.get("actions", ())), **asked
             )
             seen, anchor = observation, info.get("state_key", observation)
-            observation, reward, terminated, truncated, info = await episode.environment.step(generation.text)
+            observation, reward, terminated, truncated, info = await episode.environment.step(generation.text, Response.of(generation))
             turns.append(_turn(prompt, generation, reward, anchor, seen, len(images)))
             success = info.get("success", success)
             if terminated or truncated:
@@ -154,6 +160,7 @@ class FakeEnvManager:
             message: Message = {"role": "user", "content": observation}
             messages += [{"role": "assistant", "content": generation.text}, message]
             if episode.chat is not None:
+                # Sampled ids are carried on and never encoded again: the text may have other tokens.
                 so_far = np.concatenate([prompt, turns[-1].response_ids])
                 prompt = np.concatenate([so_far, episode.chat.extend(so_far, generation.finish, [message], new)])
             images += new
@@ -181,6 +188,7 @@ class FakeEnvManager:
             at = slice(len(played.prompt_ids), len(played.prompt_ids) + len(played.response_ids))
             turn[at], versions[at] = np.where(played.response_mask, k, -1), played.versions
             logprobs[at] = np.where(played.response_mask, np.nan if played.logprobs is None else played.logprobs, 0)
+        # One turn without log-probs leaves the whole row without: a column is complete or absent.
         known = not np.isnan(logprobs).any()
         return [Sample(ids, turn >= 0, turn, logprobs if known else None, versions, last.images)]
 
@@ -212,9 +220,9 @@ def _images(observation: Any) -> list[np.ndarray]:
 class FakeEstimator:
     """The score minus the mean of its group, on every sampled token."""
 
-    needs: frozenset[str] = frozenset()
     token_rewards = False
     whiten = False
+    normalization = None
 
     def __init__(self, config: None, context: EstimatorContext) -> None:
         self._context = context
@@ -222,6 +230,7 @@ class FakeEstimator:
     def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """(advantages, returns), float64 [T]; the return is the score."""
         table = batch.trajectories
+        # Groups may have any numbers, and bincount wants dense ones.
         _, group = np.unique(table["group"], return_inverse=True)
         mean = np.bincount(group, table["scores"]) / np.maximum(np.bincount(group), 1)
         centred = table["scores"] - mean[group]
@@ -231,8 +240,6 @@ class FakeEstimator:
 
 class FakeLoss:
     """−A·log-prob per token: arithmetic alone, so it works on tensors and arrays alike."""
-
-    uses_ratio = False
 
     def __init__(self, config: None, context: LossContext) -> None:
         self._context = context
@@ -284,7 +291,7 @@ class FakeLoggerConfig:
 
 
 class FakeLogger:
-    """Remembers what it was told; `latest` is the logger that was built last in this process."""
+    """Remembers what it was given; `latest` is the logger that was built last in this process."""
 
     latest: ClassVar[FakeLogger | None] = None
 
@@ -324,40 +331,41 @@ class FakeLogger:
         self.closed += 1
 
 
-class FakeHandle:
-    """A role in this thread."""
+class FakeRole(StrategyRole):
+    """A training role in this thread."""
 
-    def __init__(self, target: Any) -> None:
-        self._target = target
+    def __init__(self, strategy: TrainStrategy, role: str = "actor_train") -> None:
+        self.strategy = strategy
+        self.role = role
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call the method here and now."""
-        return getattr(self._target, method)(*args)
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """The role's weight transports."""
-        return tuple(self._target.transports)
-
-    async def close(self) -> None:
-        """Close the role."""
-        self._target.close()
+    async def run(self, method: str, work: Callable[[TrainStrategy], T]) -> T:
+        """Do it here and now."""
+        with boundary(f"{self.role}: {method}", TrainerError):
+            return work(self.strategy)
 
 
 class FakeRuntime:
     """Every role in this thread, without a thread or a timeout of its own."""
 
-    one_process = True
+    capabilities = RuntimeCapabilities(one_process=True)
 
     def __init__(self, config: None, context: RuntimeContext) -> None:
-        self._placed: list[Any] = []
+        self._placed: list[TrainRole | InferenceBackend] = []
 
-    async def place(self, plan: RolePlan) -> Any:
-        """Build the role by name."""
-        built = registry().build(plan.kind, plan.implementation, plan.config, plan.context)
-        placed = FakeHandle(built) if plan.kind == "train_strategy" else built
-        self._placed.append(placed)
-        return placed
+    async def train(self, plan: TrainPlan) -> TrainRole:
+        """Build the strategy by name."""
+        role = FakeRole(registry().build("train_strategy", plan.implementation, plan.config, plan.context), plan.role)
+        self._placed.append(role)
+        return role
+
+    async def serve(self, plan: ServePlan) -> InferenceBackend:
+        """Build the backend by name."""
+        backend: InferenceBackend = registry().build("inference_backend", plan.implementation, plan.config, plan.context)
+        self._placed.append(backend)
+        return backend
+
+    def executor(self, plans: Sequence[TagPlan], settings: RolloutSettings, chat: Chat | None, backend: InferenceBackend) -> None:
+        """None: episodes are played on the event loop."""
 
     async def close(self) -> None:
         """Close every placed role."""

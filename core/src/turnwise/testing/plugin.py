@@ -88,7 +88,7 @@ def loggers() -> list[Implementation]:
             "turnwise.testing.fakes:FakeLogger",
             config="turnwise.testing.fakes:FakeLoggerConfig",
             aliases=("fake",),
-            summary="remembers what it was told, or fails when asked to",
+            summary="remembers what it was given, or fails when asked to",
         )
     ]
 

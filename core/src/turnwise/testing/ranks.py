@@ -11,7 +11,7 @@ from pathlib import Path
 
 GRACE_SECONDS = 10.0
 """After one rank failed: how long the others may take to notice it."""
-_TOLD = 3000
+_SHOWN = 3000
 
 
 def run_ranks(
@@ -25,12 +25,14 @@ def run_ranks(
     logs = [folder / f"said-{rank}.txt" for rank in range(size)]
     ranks = []
     for rank, log in enumerate(logs):
+        # Into files: a pipe that nobody reads would fill up and stop the rank.
         with log.open("wb") as said:
             ranks.append(subprocess.Popen(command(rank), stdout=said, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}))
     deadline = time.monotonic() + timeout
     failed = False
     try:
         while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < deadline:
+            # The others wait in a collective that the failed one never joins: a little time lets them report it.
             if any(codes) and not failed:
                 failed, deadline = True, min(deadline, time.monotonic() + GRACE_SECONDS)
             time.sleep(0.02)
@@ -43,4 +45,4 @@ def run_ranks(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    return [process.returncode for process in ranks], "\n".join(f"{log.name}: {log.read_text(errors='replace')[-_TOLD:]}" for log in logs)
+    return [process.returncode for process in ranks], "\n".join(f"{log.name}: {log.read_text(errors='replace')[-_SHOWN:]}" for log in logs)

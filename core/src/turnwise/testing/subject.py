@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from turnwise.declared import Record, declared
 from turnwise.errors import PluginError
 from turnwise.plugins import Entry, registry
 
@@ -53,9 +54,20 @@ class Subject:
 
     def build(self, context: Any) -> Any:
         """Built with the supplied `config` (default options without one)."""
-        return registry().build(self.entry.kind, self.entry.name, self._config(), context)
+        return registry().build(self.entry.kind, self.entry.name, self.config, context)
 
-    def _config(self) -> Any:
+    def capabilities(self, record: type[Record]) -> Record:
+        """What it declares, built so."""
+        return declared(record, self.entry.name, self.config)
+
+    def transports(self, context: Any) -> tuple[str, ...]:
+        """Those of a strategy or backend, built so."""
+        found: tuple[str, ...] = self.entry.target().transports(self.config, context)
+        return found
+
+    @cached_property
+    def config(self) -> Any:
+        """Its options, structured: the supplied ones, or the defaults."""
         config, config_class = self.supplied.get("config"), self.entry.config_class()
         if config_class is None or isinstance(config, config_class):
             return config

@@ -20,6 +20,7 @@ def played(
 ) -> Trajectory:
     """A trajectory of `turns` turns: prompts that continue one another, one to four sampled tokens a turn (the second turn of every third
     trajectory has none), an appended end token now and then, rewards and anchors drawn from a few."""
+    # By its own numbers, so that a trajectory is the same however many others are made.
     draw = np.random.default_rng([seed, group, member])
     prompt = int32(draw.integers(1, vocabulary, 3))
     made: list[Turn] = []

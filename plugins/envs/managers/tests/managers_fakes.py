@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from turnwise.contracts.chat import Message
 from turnwise.contracts.env_manager import Episode, Limits
+from turnwise.contracts.environment import Response
 from turnwise.data.trajectory import Generation, Trajectory
 
 END, IMAGE = 1, 2
@@ -24,6 +25,10 @@ class CharChat:
     def __init__(self) -> None:
         self.tools: Any = "never rendered"
         self.images: list[tuple[np.ndarray, ...]] = []
+
+    def with_args(self, args: Mapping[str, Any]) -> CharChat:
+        self.args = dict(args)
+        return self
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
         ids: list[int] = []
@@ -49,8 +54,11 @@ class CharChat:
     def continue_text(self, ids: np.ndarray, text: str) -> np.ndarray:
         return np.array(text_ids(text), np.int32)
 
-    def decode(self, ids: np.ndarray) -> str:
-        return "".join(chr(i) for i in ids if i > 31)
+    def decode(self, ids: np.ndarray, special: bool = False) -> str:
+        return "".join(chr(i) for i in ids if special or i > 31)
+
+    def begins_image(self, ids: np.ndarray) -> bool:
+        return IMAGE in ids
 
 
 def text_ids(text: str) -> list[int]:
@@ -68,12 +76,14 @@ class ScriptedEnv:
     def __init__(self, first: Any = "start", steps: Iterable[tuple[Any, ...]] = (), info: dict[str, Any] | None = None) -> None:
         self.first, self.info, self.steps = first, info or {}, list(steps)
         self.actions: list[str] = []
+        self.responses: list[Response | None] = []
 
     async def reset(self) -> tuple[Any, dict[str, Any]]:
         return self.first, self.info
 
-    async def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    async def step(self, action: str, response: Response | None = None) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.actions.append(action)
+        self.responses.append(response)
         observation, reward, terminated, truncated, info = self.steps[len(self.actions) - 1]
         return observation, reward, terminated, truncated, info
 

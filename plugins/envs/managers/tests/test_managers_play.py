@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import evolve
-from managers_fakes import ROOMY, ScriptedEnv, ScriptedSampler, going, image_part, run, text_part
+from managers_fakes import ROOMY, CharChat, ScriptedEnv, ScriptedSampler, going, image_part, run, text_part
 
 from turnwise.contracts.env_manager import ManagerContext
+from turnwise.contracts.environment import Response
 from turnwise.data.trajectory import Generation
 from turnwise.errors import EngineError, EnvironmentFailure
 from turnwise_managers import env_managers
-from turnwise_managers.config import ManagerConfig, StepwiseConfig, TrajectoryConfig
-from turnwise_managers.play import Rules
+from turnwise_managers.config import StepwiseConfig, TrajectoryConfig
 from turnwise_managers.stepwise import StepwiseManager
 from turnwise_managers.trajectory import TrajectoryManager
 
@@ -38,21 +38,6 @@ def test_hooks_name_both_managers_and_their_targets_exist() -> None:
     assert {record.name for record in env_managers()} == set(KINDS)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "text", "action"),
-    [
-        (None, "  go up \n", "go up"),
-        ("<answer>(.*?)</answer>", "so <answer> Up\n&& Left </answer> or <answer>Down</answer>", "Up\n&& Left"),
-        ("<answer>(.*?)</answer>", "<answer>Up", ""),
-        ("<answer>(.*?)</answer>", "<answer> </answer>", ""),
-        (r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", "<think>hm</think>\n<answer>Up</answer>", "Up"),
-        ("(a)|b", "b", ""),
-    ],
-)
-def test_action_is_the_last_group_of_the_first_match(pattern: str | None, text: str, action: str) -> None:
-    assert Rules.of(ManagerConfig(action_pattern=pattern)).action(text) == action
-
-
 def test_format_penalty_is_added_where_the_pattern_finds_nothing(make: Any) -> None:
     env = ScriptedEnv("s0", going("s1", "s2", "s3", "s4", reward=1.0))
     sampler = ScriptedSampler(["<a>x</a>", "x", "", "<a></a>"])
@@ -61,6 +46,16 @@ def test_format_penalty_is_added_where_the_pattern_finds_nothing(make: Any) -> N
     assert [turn.action for turn in played.turns] == env.actions
     assert [turn.reward for turn in played.turns] == [1.0, 0.75, 0.75, 0.75]
     assert played.metrics == {"invalid_actions": 0.75}
+
+
+def test_the_whole_response_reaches_the_environment(make: Any) -> None:
+    env = ScriptedEnv("s0", going("s1", "s2"))
+    limits = evolve(ROOMY, max_turns=2, max_tokens_per_step=14)
+    run(make(action_pattern="<a>(.*?)</a>"), env, ScriptedSampler(["so <a>x</a>", "<a>y</a> and a long tail"]), limits)
+    assert env.responses == [Response("so <a>x</a>", "stop", 12), Response("<a>y</a> and a", "length", 14)]
+    spoken = ScriptedEnv("s0", going("s1"))
+    run(make(), spoken, ScriptedSampler(["x"], takes="messages"), evolve(ROOMY, max_turns=1))
+    assert spoken.responses == [Response("x", "stop", None)]
 
 
 def test_without_a_pattern_nothing_is_invalid(make: Any) -> None:
@@ -73,7 +68,7 @@ def test_anchor_is_the_state_before_the_call(make: Any) -> None:
     steps = [("s1", 0.0, False, False, {"state_key": board}), ("s2", 0.0, False, False, {}), ("s3", 0.0, False, False, {"state_key": 9})]
 
     class Writing(ScriptedEnv):
-        async def step(self, action: str) -> Any:
+        async def step(self, action: str, response: Any = None) -> Any:
             answer = await super().step(action)
             board[:] = len(self.actions)
             return answer
@@ -129,7 +124,7 @@ def test_a_generation_that_breaks_its_contract_is_an_engine_error(make: Any, cha
 
 def test_environment_failures_pass_through(make: Any) -> None:
     class Failing(ScriptedEnv):
-        async def step(self, action: str) -> Any:
+        async def step(self, action: str, response: Any = None) -> Any:
             raise EnvironmentFailure("it hung")
 
     with pytest.raises(EnvironmentFailure, match="it hung"):
@@ -205,6 +200,12 @@ def test_the_system_template_is_not_filled_in(make: Any) -> None:
     system = r"Write \boxed{answer} or {turn_idx} or {{x}}."
     run(make(agent_system_template=system), ScriptedEnv("s0", going("s1")), sampler, evolve(ROOMY, max_turns=1))
     assert sampler.calls[0]["messages"][0] == {"role": "system", "content": system}
+
+
+def test_template_args_reach_the_chat(make: Any) -> None:
+    chat = CharChat()
+    run(make(template_args={"enable_thinking": False}), ScriptedEnv("s0", going("s1")), ScriptedSampler(["a"]), evolve(ROOMY, max_turns=1), chat)
+    assert chat.args == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(("limit", "told"), [(50, 20), (7, 7)])

@@ -10,9 +10,8 @@ from managers_fakes import END, ROOMY, ScriptedEnv, ScriptedSampler, going, imag
 
 from turnwise.contracts.env_manager import Limits, ManagerContext
 from turnwise.data.batch import build_batch
-from turnwise_managers.config import StepwiseConfig
+from turnwise_managers.config import StepwiseConfig, TrajectoryConfig
 from turnwise_managers.stepwise import StepwiseManager
-from turnwise_managers.trajectory import TrajectoryManager
 
 
 def manager(**options: Any) -> StepwiseManager:
@@ -133,5 +132,5 @@ def test_a_system_message_of_the_environment_stays_when_its_turn_is_forgotten() 
 
 
 def test_the_plan_is_told_that_a_turn_is_a_row() -> None:
-    assert StepwiseManager.row_per_turn is True
-    assert not hasattr(TrajectoryManager, "row_per_turn")
+    assert StepwiseConfig().capabilities.row_per_turn
+    assert not TrajectoryConfig().capabilities.row_per_turn

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from attrs import evolve
@@ -177,7 +179,7 @@ def test_images_are_kept_once_and_prompts_refer_to_them_in_order() -> None:
     chat, sampler = CharChat(), ScriptedSampler(["a", "b", "c"])
     built = manager(pre_step_template="<", next_step_template=">")
 
-    async def overwrite(action: str, step=env.step):  # type: ignore[no-untyped-def]
+    async def overwrite(action: str, response: Any, step=env.step):  # type: ignore[no-untyped-def]
         buffer[:] = 0
         return await step(action)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,18 @@ def test_at_equal_spread_the_lower_number_is_kept() -> None:
     assert top_spread(table([8, 8, 2, 2], [0.0, 1.0, 0.0, 1.0]), 0.5) == [False, False, True, True]
 
 
+def test_a_last_bit_of_sigma_decides_nothing() -> None:
+    larger_by_rounding = table([0, 0, 0, 0, 1, 1, 1], [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.5])  # both variances are 1/12
+    assert top_spread(larger_by_rounding, 0.5) == [True] * 4 + [False] * 3
+    assert top_spread(table([0, 0, 0, 1, 1, 1, 1], [0.0, 0.0, 0.5, 0.0, 0.0, 0.5, 0.5]), 0.5) == [True] * 3 + [False] * 4
+
+
+@pytest.mark.parametrize(("gap", "kept"), [(1.0 + 1e-8, [False, True]), (1.0 + 1e-11, [True, False])])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e6])
+def test_spreads_within_a_billionth_of_each_other_are_equal(gap: float, kept: list[bool], size: float) -> None:
+    assert top_spread(table([0, 0, 1, 1], [0.0, size, 0.0, size * gap]), 0.5) == [kept[0]] * 2 + [kept[1]] * 2
+
+
 def test_groups_without_a_member_left_are_no_part_of_the_share() -> None:
     made = table([0, 0, 1, 1, 2, 2], [0.0, 9.0, 0.0, 1.0, 0.0, 2.0], trains=[False, False, True, True, True, True])
     assert top_spread(made, 0.5) == [False] * 4 + [True] * 2
@@ -107,8 +120,8 @@ def test_equals_the_definition_computed_by_loops(made: list[tuple[int, float, bo
     for g, score, trains in made:
         if trains:
             scores.setdefault(g, []).append(score)
-    sigma = {g: statistics.stdev(s) if len(s) > 1 else 0.0 for g, s in scores.items()}
+    variance = {g: statistics.variance(map(Fraction, s)) if len(s) > 1 else Fraction(0) for g, s in scores.items()}  # exact: ties are ties
     given_table = table(groups, [s for _, s, _ in made], [t for _, _, t in made])
-    assert no_signal(given_table) == [sigma.get(g, 0.0) > 1e-6 for g in groups]
-    best = sorted(sigma, key=lambda g: (-round(sigma[g], 9), g))[: -int(-len(sigma) * keep // 1)]
+    assert no_signal(given_table) == [variance.get(g, 0) > Fraction(1, 10**12) for g in groups]
+    best = sorted(variance, key=lambda g: (-variance[g], g))[: -int(-len(variance) * keep // 1)]
     assert top_spread(given_table, keep) == [g in best for g in groups]

@@ -83,7 +83,7 @@ def test_kl_in_the_reward_and_normalised_rewards_enter_the_recursion() -> None:
 
 
 def test_what_it_declares() -> None:
-    assert Gae.needs == {"values"}
+    assert Gae.capabilities.needs == {"values"}
     assert Gae.token_rewards
     assert not Gae.whiten
 

@@ -116,7 +116,7 @@ def test_agentic_reinforce_subtracts_the_kl_of_every_token_of_the_segment() -> N
 def test_what_they_declare() -> None:
     assert AgenticReinforce.token_rewards
     assert not StepReinforce.token_rewards
-    assert not (AgenticReinforce.whiten or StepReinforce.whiten or AgenticReinforce.needs or StepReinforce.needs)
+    assert not (AgenticReinforce.whiten or StepReinforce.whiten)
 
 
 def test_normalisation_within_a_trajectory_is_for_turns_alone() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from turnwise.contracts.loss import LossContext, LossView
 from turnwise.plugins import Registry
-from turnwise_losses.config import PpoConfig
+from turnwise_losses.config import PpoConfig, VanillaConfig
 from turnwise_losses.ppo import PpoLoss
 from turnwise_losses.vanilla import VanillaLoss
 
@@ -82,8 +82,8 @@ def test_vanilla_is_minus_advantage_times_log_prob() -> None:
 
 
 def test_only_ppo_uses_old_log_probs() -> None:
-    assert PpoLoss.uses_ratio is True
-    assert VanillaLoss.uses_ratio is False
+    assert PpoConfig().capabilities.uses_ratio
+    assert not VanillaConfig().capabilities.uses_ratio
 
 
 @pytest.mark.parametrize(

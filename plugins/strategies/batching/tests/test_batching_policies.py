@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
+from turnwise.config.schema import Choice, EnvManagerConfig, Role, RunConfig, TrainingArgs
 from turnwise.contracts.batch_adjust import AdjustContext, AdjustInput, PlannedUpdate
-from turnwise.errors import ConfigError
-from turnwise.pipeline.schedules import Schedule, learning_rate
+from turnwise.contracts.train import StrategyCapabilities
+from turnwise.errors import ConfigError, Problem
+from turnwise.planning.schedules import Schedule, learning_rate
 from turnwise_batching import batch_adjusts
+from turnwise_batching.config import ByTrajectoryConfig
 
 BY_ROW = ["copy", "delete", "random_sample", "auto", "none"]
 
@@ -194,3 +198,41 @@ def test_the_313_updates_of_a_real_run_all_learn_and_by_trajectory_makes_200() -
     assert rates[123] == pytest.approx([0.385, 0.3841667, 0.3833333, 0.3825, 0.3816667, 0.3808333], abs=1e-7)
     budgeted = [step[0] for step in rates_of(build("by_trajectory", 16, 16), regression_rows())]
     assert budgeted == pytest.approx([1 - p / 200 for p in range(200)])
+
+
+@frozen
+class Split:
+    """Options of a strategy that splits a model over two devices."""
+
+    capabilities = StrategyCapabilities(data_parallel_size=lambda world: world // 2)
+
+
+def checked(steps: int, *, batch: int = 16, devices: int = 0, critic: int | None = None) -> list[Problem]:
+    def role(size: int) -> Role:
+        args = TrainingArgs(per_device_train_batch_size=size, gradient_accumulation_steps=steps)
+        return Role(training_args=args, device_mapping=tuple(range(devices)), strategy_args=Choice("split", {}, Split() if devices else None))
+
+    config = RunConfig(
+        max_steps=1,
+        rollout_batch_size=batch,
+        pretrain="m",
+        train_env_manager=EnvManagerConfig(),
+        custom_envs={},
+        actor_train=role(2),
+        critic=role(critic) if critic else None,
+    )
+    return list(ByTrajectoryConfig().check(config))
+
+
+def test_by_trajectory_says_before_a_run_which_accumulation_divides_the_batch() -> None:
+    assert checked(4) == []
+    (problem,) = checked(3)
+    assert problem.path == "$.actor_train.training_args.gradient_accumulation_steps"
+    assert problem.text == (
+        "U = per_device_train_batch_size 2 × gradient_accumulation_steps 3 × data-parallel size 1 = 6 does not divide rollout_batch_size 16. "
+        "Fix: gradient_accumulation_steps: 2"
+    )
+    assert "gradient_accumulation_steps 3 × data-parallel size 2 = 12 does not divide" in checked(3, devices=4)[0].text
+    assert checked(4, devices=4) == []
+    (problem,) = checked(1, critic=5)
+    assert problem.path.startswith("$.critic.") and "U = per_device_train_batch_size 5 ×" in problem.text

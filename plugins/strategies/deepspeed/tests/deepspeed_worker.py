@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -81,6 +82,10 @@ def case(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         if "load" in job:
             strategy.load(job["load"])
         mine: list[Update] = [evolve(update, rows=share(update.rows, ranks)) for update in job.get("updates", ())]
+        if "broken" in job and ranks.rank == 1:  # of two ranks the second alone has a loss that is not finite
+            first = mine[0]
+            columns = {**first.rows.columns, "advantages": np.full(len(first.rows.columns["coef"]), np.nan)}
+            mine[0] = evolve(first, rows=evolve(first.rows, columns=columns))
         out["results"] = run_updates(strategy, mine) if mine and "objectives" not in job else []
         for name, objective in job.get("objectives", {}).items():
             strategy.context, strategy.loss = evolve(strategy.context, objective=objective), build_loss(objective)
@@ -99,7 +104,7 @@ def case(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         if job.get("received"):
             out["received"] = received(strategy)
         if job.get("alone"):
-            out["alone"] = {transport: received(strategy, transport) for transport in strategy.transports}
+            out["alone"] = {transport: received(strategy, transport) for transport in strategy.transports(strategy.config, strategy.context)}
             out["adapter"] = strategy.offer("safetensors", 4).adapter
         if "export" in job:
             strategy.export(job["export"])

@@ -97,7 +97,10 @@ def config_of(options: dict[str, Any]) -> DeepspeedConfig:
         ({"managed_gradient_accumulation": True}, ".managed_gradient_accumulation: always false here, got true. Fix: leave it out"),
         ({"tensor_parallel": {"autotp_size": 2}}, ".tensor_parallel: this strategy shards by ZeRO alone. Fix: "),
         ({"stage": 2, "zero_optimization": {"offload_param": {"device": "cpu"}}}, ".zero_optimization.offload_param: only stage 3 offloads weights"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ".zero_optimization.offload_optimizer: stage 0 has no sharded optimizer"),
+        (
+            {"stage": 0, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            ".zero_optimization.offload_optimizer: stage 0 has no sharded optimizer",
+        ),
         ({"stage": 1, "zero_optimization": {"overlap_comm": True}}, ".zero_optimization.overlap_comm: not at stage 1, where the number"),
         (
             {"stage": 2, "zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
@@ -107,7 +110,7 @@ def config_of(options: dict[str, Any]) -> DeepspeedConfig:
     ],
 )
 def test_what_is_the_run_s_to_set_is_refused_in_one_line(options: dict[str, Any], line: str) -> None:
-    first, *_ = problems(config_of(options), CONTEXT)
+    first, *_ = map(str, problems(config_of(options), CONTEXT))
     assert first.startswith(WHERE + line)
     assert "\n" not in first
 
@@ -158,7 +161,7 @@ def test_an_optimizer_that_cannot_be_is_refused(options: dict[str, Any]) -> None
 )
 def test_names_and_values_are_compared_with_deepspeed_s_own(options: dict[str, Any], line: str) -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is not installed (pip install 'turnwise-deepspeed[deepspeed]')")
-    (found,) = problems(config_of(options), CONTEXT)
+    (found,) = map(str, problems(config_of(options), CONTEXT))
     assert found.startswith(WHERE + line)
     assert "\n" not in found
 
@@ -175,5 +178,11 @@ def test_what_deepspeed_knows_passes() -> None:
 
 def test_roles_are_checked_as_those_of_plain_torch() -> None:
     strategy = pytest.importorskip("turnwise_deepspeed.strategy").DeepspeedStrategy
-    (line,) = strategy.check(DeepspeedConfig(), evolve(CONTEXT, dtype="fp16"))
-    assert line.startswith("actor_train.model_args.dtype: fp16 cannot be trained by strategy deepspeed")
+    (line,) = map(str, strategy.check(DeepspeedConfig(), evolve(CONTEXT, dtype="fp16")))
+    assert line.startswith("$.actor_train.model_args.dtype: fp16 cannot be trained by strategy deepspeed")
+
+
+def test_without_a_stage_gradients_are_summed_in_fp32_which_takes_stage_2() -> None:
+    assert DeepspeedConfig().zero_stage == 2
+    assert DeepspeedConfig(zero_optimization={"overlap_comm": False}).zero_stage == 2
+    assert DeepspeedConfig(stage=0).zero_stage == DeepspeedConfig(zero_optimization={"stage": 0}).zero_stage == 0

@@ -116,6 +116,7 @@ def pair(folders: dict[str, Path], pictures: Path, shared: Path) -> list[dict[st
     cases["adapters alone"] = {"model": folder, "config": zero(3), "context": ALONE, "updates": five_updates()[:2], "alone": True}
     shown = [Update(make_picture_rows(pictures, (True, False), i), lr=1e-3) for i in range(2)]
     cases["pictures"] = {"model": pictures, "config": zero(3), "context": {"objective": Objective(LossChoice("vanilla"))}, "updates": shown}
+    cases |= {f"skipped {name}": {"model": folder, "config": FORMS[name], "updates": [five_updates()[0]] * 2, "broken": True} for name in FORMS}
     cases |= {f"loss {name}": losses_case(folder, name) for name in LOSSES}
     return run_cases(cases, shared / "pair")
 
@@ -134,6 +135,15 @@ def same(reports: list[Any], expected: list[Any]) -> None:
         assert set(one.sums) == set(other.sums)
         for metric, (x, w) in one.sums.items():
             assert (x, w) == pytest.approx(other.sums[metric], rel=1e-4, abs=1e-5), metric
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_rank_makes_a_step_where_one_has_a_loss_that_is_not_finite(pair: list[dict[str, Any]], plain: Callable[..., Any], form: str) -> None:
+    """The update after it is the first of plain torch."""
+    for rank in pair:
+        broken, sound = rank[f"skipped {form}"]["results"]
+        assert (broken.skipped, sound.skipped) == (True, False)
+        assert sound.grad_norm == pytest.approx(plain()[0][0].grad_norm, rel=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)

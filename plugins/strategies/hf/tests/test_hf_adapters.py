@@ -107,7 +107,8 @@ def test_the_base_serves_first_then_every_update_by_its_adapters(folder: Path, t
             answers.append(await backend.generate(REQUEST))
             models.append(copy.deepcopy(strategy.model))
         await backend.sleep()
-        await backend.wake()
+        await backend.wake("weights")
+        await backend.wake("cache")
         assert np.array_equal((await backend.generate(REQUEST)).logprobs, answers[-1].logprobs)  # type: ignore[arg-type]
         return answers
 
@@ -309,9 +310,7 @@ def test_whole_weights_for_adapters_and_adapters_for_whole_weights_are_refused(
 def test_without_peft_the_machine_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     monkeypatch.setattr("turnwise_hf.backend.importlib.util.find_spec", lambda name: None)
-    (line,) = HfBackend.check(HfConfig(), InferenceContext(folder, None, lora=LORA))
-    assert line == (
-        "machine: actor_train.model_args.lora_sync: adapters alone need the package peft in the hf backend. "
-        "Fix: pip install 'turnwise-torch[lora]', or lora_sync: merged"
-    )
+    (problem,) = HfBackend.check(HfConfig(), InferenceContext(folder, None, lora=LORA))
+    assert problem.machine
+    assert str(problem).startswith("$.actor_train.model_args.lora_sync: adapters alone need the package peft in the hf backend. Fix: pip install ")
     assert HfBackend.check(HfConfig(), InferenceContext(folder, None)) == []

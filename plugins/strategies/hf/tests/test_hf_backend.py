@@ -563,7 +563,8 @@ def test_asleep_it_does_not_sample_and_awake_it_does(folder: Path) -> None:
         await backend.sleep()
         with pytest.raises(EngineError, match="the backend sleeps"):
             await backend.generate(ask())
-        await backend.wake()
+        await backend.wake("weights")
+        await backend.wake("cache")
         await backend.generate(ask())
 
     with_backend(folder, work)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AddedToken
 
 from turnwise.data.trajectory import int32
 from turnwise.errors import ConfigError
@@ -101,6 +104,31 @@ def test_an_end_of_turn_in_plain_text_is_added_as_far_as_it_was_not_sampled(make
     assert text == added + "### user:\nThe goal\n\n### assistant:\n"
 
 
+SWITCH = CHATML.replace("assistant\n{% endif %}", "assistant\n{% if not (enable_thinking | default(true)) %}<think></think>{% endif %}{% endif %}")
+
+
+def test_template_args_reach_the_template_in_prompts_and_continuations(make: Callable[..., Path]) -> None:
+    assert "enable_thinking" in SWITCH
+    chat = HfChat(make(tokenizer="byte_bpe", vocab_size=320, chat_template=SWITCH))
+    quiet = chat.with_args({"enable_thinking": False})
+    shown = [chat.tokenizer.decode(one.render([user("Go.")])) for one in (chat, quiet, pickle.loads(pickle.dumps(quiet)))]
+    assert shown[0].endswith("<|im_start|>assistant\n")
+    assert shown[1] == shown[2] == shown[0] + "<think></think>"
+    ids = quiet.render([user("Go.")])
+    assert chat.tokenizer.decode(quiet.extend(ids, "length", [user("On.")])).endswith("assistant\n<think></think>")
+    assert chat.tokenizer.decode(chat.extend(ids, "length", [user("On.")])).endswith("assistant\n")
+    assert chat.with_args({}) is chat
+    assert chat.with_args({"enable_thinking": False}) is quiet
+    assert quiet.stop_ids == chat.stop_ids
+
+
+@pytest.mark.parametrize(("name", "message"), [("enable_thinkin", "does not read"), ("tools", "is not an argument of the template's own")])
+def test_a_template_arg_that_the_template_does_not_read_is_refused(make: Callable[..., Path], name: str, message: str) -> None:
+    chat = HfChat(make(tokenizer="byte_bpe", vocab_size=320, chat_template=SWITCH))
+    with pytest.raises(ConfigError, match=f"template_args.*{name}.*{message}.*Fix:"):
+        chat.with_args({name: False})
+
+
 def test_tools_and_several_messages_reach_the_template(chats: dict[str, HfChat]) -> None:
     chat = chats["chatml"]
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -110,20 +138,33 @@ def test_tools_and_several_messages_reach_the_template(chats: dict[str, HfChat])
     assert chat.tokenizer.decode(ids) == "<|im_end|>\n<|im_start|>tool\nseen<|im_end|>\n<|im_start|>user\nOn.<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_decode_leaves_out_the_end_of_the_turn_and_nothing_else(chats: dict[str, HfChat]) -> None:
+def test_special_tokens_are_no_text_wherever_they_were_sampled(chats: dict[str, HfChat]) -> None:
     chat = chats["chatml"]
     start, end, pad = (chat.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
     left = chat.continue_text(int32([]), "Left").tolist()
     assert chat.decode(int32([*left, end])) == "Left"
     assert chat.decode(int32([*left, pad, end])) == "Left"
-    assert chat.decode(int32([*left, end, *left, end])) == "Left<|im_end|>Left"
-    assert chat.decode(int32([*left, start])) == "Left<|im_start|>"
+    assert chat.decode(int32([*left, end, *left, end])) == "LeftLeft"
+    assert chat.decode(int32([start, *left, start])) == "Left"
     assert chat.decode(int32([end])) == ""
+    assert chat.decode(int32([*left, end, start, *left, end]), special=True) == "Left<|im_end|><|im_start|>Left<|im_end|>"
 
 
-def test_an_unknown_word_shows_in_the_text(folder: Path) -> None:
+def test_an_unknown_word_is_no_text(folder: Path) -> None:
     chat = HfChat(folder)
-    assert chat.decode(chat.continue_text(int32([]), "Left zebra")) == "Left<unk>"
+    assert chat.decode(chat.continue_text(int32([]), "Left zebra")) == "Left"
+
+
+def test_text_in_angle_brackets_that_is_no_special_token_stays(make: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(make(tokenizer="byte_bpe", vocab_size=320, chat_template=CHATML), tmp_path / "model")
+    tokenizer = HfChat(folder).tokenizer
+    tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("<tool_call>", special=False)])
+    tokenizer.save_pretrained(folder)
+    chat = HfChat(folder)
+    said = "<think>hm<tool_call><answer>Up</answer>"
+    ids = chat.continue_text(int32([]), said)
+    assert chat.tokenizer.convert_tokens_to_ids("<think>") in ids
+    assert chat.decode(int32([*ids, chat.stop_ids[0]])) == said
 
 
 def test_text_that_looks_like_a_special_token_stays_text_when_it_continues_a_message(chats: dict[str, HfChat]) -> None:
@@ -134,8 +175,6 @@ def test_text_that_looks_like_a_special_token_stays_text_when_it_continues_a_mes
 
 
 def test_stop_ids_are_those_of_the_tokenizer_the_generation_config_and_the_template(make: Callable[..., Path], tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "model"
     shutil.copytree(make(tokenizer="byte_bpe", chat_template=HEADERS), copy)
     (copy / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
@@ -168,8 +207,6 @@ def test_a_template_that_drops_the_assistants_content_is_refused(make: Callable[
 
 
 def test_a_folder_without_tokenizer_or_template_is_refused(folder: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "model"
     shutil.copytree(folder, copy)
     (copy / "chat_template.jinja").unlink()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from turnwise.pipeline.facts import read_facts
+from turnwise.planning.facts import read_facts
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,

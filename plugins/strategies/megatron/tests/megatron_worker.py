@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import evolve
 
@@ -30,6 +31,16 @@ def share(rows: Rows, strategy: MegatronStrategy) -> Rows:
 
 def updated(strategy: MegatronStrategy, updates: list[Update]) -> list[UpdateResult]:
     return [strategy.update(evolve(update, rows=share(update.rows, strategy))) for update in updates]
+
+
+def skipped(strategy: MegatronStrategy, update: Update) -> tuple[UpdateResult, bool]:
+    """What an update reports for which the last data parallel rank alone has a loss that is not finite, and whether the weights stay."""
+    before, rows = weights(strategy), share(update.rows, strategy)
+    rank, size = strategy.data_parallel
+    if rank == size - 1:
+        rows = evolve(rows, columns={**rows.columns, "advantages": np.full(len(rows.columns["coef"]), np.nan)})
+    result = strategy.update(evolve(update, rows=rows))
+    return result, all(torch.equal(tensor, before[name]) for name, tensor in weights(strategy).items())
 
 
 def weights(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
@@ -66,6 +77,8 @@ def run(case: dict[str, Any], rank: int, size: int, folder: Path) -> dict[str, A
     if "rows" in case:
         ask = strategy.values if context.head == "value" else strategy.logprobs
         told["before"] = ask(share(case["rows"], strategy))
+    if case.get("broken"):  # the updates that follow are as if it had not been
+        told["skipped"] = skipped(strategy, given[0])
     told["results"] = updated(strategy, given[:3])
     told["objectives"] = {}
     for name, objective in case.get("objectives", {}).items():  # one group for all of them: its port may be another's by now

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from turnwise.contracts.train import LossChoice, Objective, TrainContext
+from turnwise.errors import CheckpointError
 from turnwise_megatron import train_strategies
+from turnwise_megatron.architecture import read_architecture
 from turnwise_megatron.config import MegatronConfig
 from turnwise_megatron.strategy import MegatronStrategy
 
@@ -54,12 +56,12 @@ def test_the_names_of_the_field_answer() -> None:
 def test_what_needs_no_engine_is_checked_without_it() -> None:
     context = TrainContext(model=Path("m"), role="actor_train", objective=Objective(LossChoice("vanilla")), devices=tuple(range(4)))
     assert MegatronStrategy.check(config(tp=2, pp=2), context) == []
-    (line,) = MegatronStrategy.check(config(tp=3), context)
-    assert line.startswith("actor_train.device_mapping: 4 devices are not divisible by tensor_model_parallel_size 3")
-    lines = MegatronStrategy.check(config(engine_args={"lr": 1, "moe_grouped_gemm": True}), context)
-    assert [line.split(" ", 1)[1] for line in lines] == [
-        "is decided by training_args. Fix: remove it",
-        "is Megatron's, and strategy megatron does not support it. Fix: remove it",
+    (line,) = map(str, MegatronStrategy.check(config(tp=3), context))
+    assert line.startswith("$.actor_train.device_mapping: 4 devices are not divisible by tensor_model_parallel_size 3")
+    problems = MegatronStrategy.check(config(engine_args={"lr": 1, "moe_grouped_gemm": True}), context)
+    assert [problem.text for problem in problems] == [
+        "decided by training_args. Fix: remove it",
+        "it is Megatron's, and strategy megatron does not support it. Fix: remove it",
     ]
 
 
@@ -67,3 +69,14 @@ def test_what_needs_no_engine_is_checked_without_it() -> None:
 def test_the_options_of_adamw_are_checked(wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         MegatronConfig(**wrong)
+
+
+def test_a_models_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is asked says yes."""
+    (tmp_path / "config.json").write_text('{"model_type": "own_code", "auto_map": {"AutoConfig": "own_code.Own"}}', encoding="utf-8")
+    (tmp_path / "own_code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: ...\n", encoding="utf-8")
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    with pytest.raises(CheckpointError, match=r"no architecture that transformers has\. Fix: another pretrain"):
+        read_architecture(tmp_path)
+    assert not (tmp_path / "ran").exists()

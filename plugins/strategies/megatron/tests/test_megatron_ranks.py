@@ -68,11 +68,11 @@ def trained(lab: Any, folder: Path, size: int, forms: dict[str, Any], **more: An
 @pytest.fixture(scope="module")
 def two(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     more = {
-        "tensor": {"resume": True, "other": PIPELINE},
-        "data": {"resume": True, "other": {"use_distributed_optimizer": False}},
-        "expert": {"resume": True, "other": {}, "sent": True, "exported": True},
+        "tensor": {"resume": True, "other": PIPELINE, "broken": True},
+        "data": {"resume": True, "other": {"use_distributed_optimizer": False}, "broken": True},
+        "expert": {"broken": True, "resume": True, "other": {}, "sent": True, "exported": True},
         "sequence": {"resume": True, "other": TENSOR, "sent": True},
-        "pipeline": {"resume": True, "other": TENSOR, "sent": True, "exported": True},
+        "pipeline": {"broken": True, "resume": True, "other": TENSOR, "sent": True, "exported": True},
         "context": {"resume": True, "other": {}},
     }
     return trained(lab, tmp_path_factory.mktemp("two"), 2, TWO, **more)
@@ -87,6 +87,12 @@ def four(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "expert-data": {"resume": True, "other": EXPERT},
     }
     return trained(lab, tmp_path_factory.mktemp("four"), 4, FOUR, **more)
+
+
+@pytest.mark.parametrize("name", ["tensor", "data", "expert", "pipeline"])
+def test_no_rank_makes_a_step_where_one_has_a_loss_that_is_not_finite(two: dict[str, Any], name: str) -> None:
+    found = [each[name]["skipped"] for each in two["told"]]
+    assert [(result.skipped, stays) for result, stays in found] == [(True, True)] * 2
 
 
 def by_data_rank(run: dict[str, Any], name: str) -> list[dict[str, Any]]:

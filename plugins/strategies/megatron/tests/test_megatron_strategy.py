@@ -158,7 +158,7 @@ def test_experts_that_a_folder_holds_as_one_tensor_are_read_as_well(lab: Any, tm
 
 def test_sizes_that_the_experts_do_not_allow_are_refused_in_one_line_each(lab: Any, tmp_path: Path, qwen2: Path) -> None:
     def lines(model: Path, size: int, **config: Any) -> list[str]:
-        found = MegatronStrategy.check(MegatronConfig(**config), lab.context_of(model, ranks=Ranks(0, size)))
+        found = [str(problem) for problem in MegatronStrategy.check(MegatronConfig(**config), lab.context_of(model, ranks=Ranks(0, size)))]
         return [line.removesuffix(f" ({model})") for line in found]
 
     folder = lab.make_model(tmp_path / "model", "qwen3_moe", False)
@@ -178,14 +178,14 @@ def test_sizes_that_the_experts_do_not_allow_are_refused_in_one_line_each(lab: A
         "strategy megatron has no conversion for qwen3_moe with num_experts_per_tok: 1 and norm_topk_prob: true. Fix: strategy_name: torch",
         "tensor_model_parallel_size: 2 does not divide moe_intermediate_size 15 of the model",
     ]
-    (line,) = MegatronStrategy.check(MegatronConfig(engine_args={"moe_aux_loss_coeff": 0.01}), lab.context_of(folder))
-    assert line.endswith("moe_aux_loss_coeff is Megatron's, and strategy megatron does not support it. Fix: remove it")
+    (line,) = map(str, MegatronStrategy.check(MegatronConfig(engine_args={"moe_aux_loss_coeff": 0.01}), lab.context_of(folder)))
+    assert line.endswith("moe_aux_loss_coeff: it is Megatron's, and strategy megatron does not support it. Fix: remove it")
 
 
 def test_a_critic_is_that_of_strategy_torch(lab: Any, qwen2: Path, tmp_path: Path, build: Any) -> None:
     options = {"role": "critic", "head": "value", "objective": Objective(LossChoice("vanilla"), value_clip=0.2)}
     ours, theirs = build(**options), TorchStrategy(TorchConfig(), lab.context_of(qwen2, **options))
-    assert ours.transports == ()
+    assert ours.transports(ours.config, ours.context) == ()
     for update in lab.five_updates():
         got, expected = ours.update(update), theirs.update(update)
         np.testing.assert_allclose([got.loss, got.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-4, atol=1e-6)
@@ -228,15 +228,34 @@ def test_an_update_without_signal_makes_no_step(lab: Any, build: Any) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in strategy.weights())
 
 
-def test_a_loss_that_is_not_finite_is_told_and_nothing_moves(lab: Any, build: Any) -> None:
-    strategy, update = build(), lab.five_updates()[0]
+def test_an_update_whose_loss_is_not_finite_is_skipped_and_the_next_is_as_if_it_had_not_been(lab: Any, build: Any) -> None:
+    (strategy, other), update = (build(), build()), lab.five_updates()[0]
     before = weights(strategy)
     broken = {**update.rows.columns, "advantages": np.full(len(update.rows.columns["coef"]), np.nan)}
-    with pytest.raises(TrainerError, match=r"update 1 of actor_train has loss nan .* no step was made"):
-        strategy.update(evolve(update, rows=evolve(update.rows, columns=broken)))
+    result = strategy.update(evolve(update, rows=evolve(update.rows, columns=broken)))
+    assert (result.skipped, result.sums) == (True, {})
     assert all(torch.equal(tensor, before[name]) for name, tensor in strategy.weights())
-    strategy.update(update)
-    assert all(tensor.isfinite().all() for _, tensor in strategy.weights())
+    assert strategy.update(update).grad_norm == other.update(update).grad_norm
+    expected = weights(other)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in strategy.weights())
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing_though_the_loss_is(lab: Any, build: Any) -> None:
+    strategy, update = build(), lab.five_updates()[0]
+    before = weights(strategy)
+    terms = strategy._terms
+
+    def with_endless_slope(*args: Any) -> Any:
+        loss, sums = terms(*args)
+        loss.register_hook(lambda gradient: gradient * np.inf)
+        return loss, sums
+
+    strategy._terms = with_endless_slope
+    result = strategy.update(update)
+    strategy._terms = terms
+    assert (result.skipped, np.isfinite(result.loss), np.isfinite(result.grad_norm)) == (True, True, False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in strategy.weights())
+    assert not strategy.update(update).skipped
 
 
 def test_running_out_of_memory_names_phase_role_and_keys(lab: Any, build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,13 +271,15 @@ def test_running_out_of_memory_names_phase_role_and_keys(lab: Any, build: Any, t
         strategy.logprobs(update.rows)
     places = {
         "weights": (lambda: strategy.export(tmp_path), r"the export of actor_train\. Fix: more devices"),
-        "_new_sender": (lambda: strategy.offer("shared_memory", 1), r"the offer of weights of actor_train\. Fix: lower model_update_buffer_size_mb"),
+        "new_sender": (lambda: strategy.offer("shared_memory", 1), r"the offer of weights of actor_train\. Fix: lower model_update_buffer_size_mb"),
         "_facts": (lambda: strategy.save(tmp_path), r"the checkpoint of actor_train\. Fix: more devices"),
         "_parked": (strategy.onload, r"onloading of actor_train\. Fix: devices of its own"),
     }
     for name, (act, told) in places.items():
         with monkeypatch.context() as patch:
-            patch.setattr(strategy, name, SimpleNamespace(back=exhausted) if name == "_parked" else exhausted)
+            patch.setattr(
+                strategy.sending if name == "new_sender" else strategy, name, SimpleNamespace(back=exhausted) if name == "_parked" else exhausted
+            )
             with pytest.raises(OutOfMemory, match=rf"^out of memory, in {told}.* or set higher parallel sizes in actor_train\.strategy_args"):
                 act()
 
@@ -289,14 +310,14 @@ def test_images_and_foreign_ids_are_refused(build: Any) -> None:
 
 def test_arguments_of_the_engine_are_compared_with_megatrons_own(lab: Any, qwen2: Path) -> None:
     def lines(**given: Any) -> list[str]:
-        return MegatronStrategy.check(MegatronConfig(engine_args=given), lab.context_of(qwen2))
+        return [str(problem) for problem in MegatronStrategy.check(MegatronConfig(engine_args=given), lab.context_of(qwen2))]
 
     assert lines(attention_softmax_in_fp32=True, attention_softmax_in_fp23=1)[0].endswith(
         "Megatron has no such argument. Did you mean 'attention_softmax_in_fp32'? Fix: a field of TransformerConfig or OptimizerConfig"
     )
     assert lines(distribute_saved_activations=False, overlap_grad_reduce=True, log_num_zeros_in_grad=False) == []
     (line,) = lines(weight_decay=0.1)
-    assert line == "actor_train.strategy_args.strategy_config.weight_decay is decided by training_args. Fix: remove it"
+    assert line == "$.actor_train.strategy_args.strategy_config.weight_decay: decided by training_args. Fix: remove it"
     (line,) = lines(virtual_pipeline_model_parallel_size=2)
     assert "does not support it" in line
 
@@ -314,12 +335,12 @@ def test_what_this_strategy_does_not_do_is_refused_in_one_line_each(lab: Any, qw
     context = lab.context_of(
         qwen2, dtype="fp16", use_sequence_packing=True, lora=Lora(8, 16), frozen=("model.embed_tokens",), ranks=Ranks(0, 3), temperature=0.0
     )
-    lines = MegatronStrategy.check(MegatronConfig(tensor_model_parallel_size=2), context)
+    lines = [str(problem) for problem in MegatronStrategy.check(MegatronConfig(tensor_model_parallel_size=2), context)]
     for text in ("3 devices are not divisible", "fp16", "does not pack", "LoRA", "cannot freeze model.embed_tokens", "temperature"):
         assert len([line for line in lines if text in line]) == 1, text
-    (line,) = MegatronStrategy.check(MegatronConfig(pipeline_model_parallel_size=3), lab.context_of(qwen2, ranks=Ranks(0, 3)))
+    (line,) = map(str, MegatronStrategy.check(MegatronConfig(pipeline_model_parallel_size=3), lab.context_of(qwen2, ranks=Ranks(0, 3))))
     assert "does not divide the 2 layers" in line
-    (line,) = MegatronStrategy.check(MegatronConfig(expert_model_parallel_size=2), lab.context_of(qwen2, ranks=Ranks(0, 2)))
+    (line,) = map(str, MegatronStrategy.check(MegatronConfig(expert_model_parallel_size=2), lab.context_of(qwen2, ranks=Ranks(0, 2))))
     assert "qwen2 has no experts" in line
 
 
@@ -338,17 +359,19 @@ def test_a_state_of_another_run_or_a_damaged_one_is_refused(build: Any, tmp_path
         strategy.load(tmp_path)
 
 
-def test_memory_that_is_given_back_comes_back_with_views_intact() -> None:
-    from turnwise_megatron.state import Parked
-
-    whole, gradient = torch.arange(12.0), torch.ones(3)
-    part = whole[4:8]
-    parked = Parked([whole, part], [gradient])
-    assert whole.untyped_storage().nbytes() == gradient.untyped_storage().nbytes() == 0
-    parked.back()
-    part += 100
-    assert whole.tolist() == [0, 1, 2, 3, 104, 105, 106, 107, 8, 9, 10, 11]
-    assert gradient.tolist() == [0, 0, 0]
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_role_that_was_away_goes_on_as_if_it_had_stayed(lab: Any, build: Any, monkeypatch: pytest.MonkeyPatch, distributed: bool) -> None:
+    """The CPU stands for a device whose memory is given back."""
+    monkeypatch.setattr("turnwise_megatron.strategy.has_own_memory", lambda device: True)
+    strategy, stays = (build(MegatronConfig(use_distributed_optimizer=distributed), dtype="bf16") for _ in range(2))
+    for update in lab.five_updates():
+        strategy.offload()
+        strategy.offload()
+        assert not sum(tensor.untyped_storage().nbytes() for tensor in (*strategy.model.parameters(), *strategy.optimizer.masters))
+        strategy.onload()
+        assert strategy.update(update).grad_norm == stays.update(update).grad_norm
+    expected = weights(stays)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in strategy.weights())
 
 
 def test_the_shim_acts_inside_alone_and_never_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

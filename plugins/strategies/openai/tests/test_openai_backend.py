@@ -205,8 +205,8 @@ def test_what_can_be_known_before_is_told_before(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     config = OpenAIConfig(model="m", base_url="localhost:8000", api_key_env="NO_SUCH_KEY")
     address, key = OpenAIBackend.check(config, CONTEXT)
-    assert "'localhost:8000' is no address" in address
-    assert key.startswith("machine: strategy openai: the environment variable NO_SUCH_KEY")
+    assert "'localhost:8000' is no address" in address.text
+    assert key.machine and "the environment variable NO_SUCH_KEY" in key.text
     with pytest.raises(MachineError, match="NO_SUCH_KEY"):
         OpenAIBackend(config, CONTEXT)
     assert OpenAIBackend.check(OpenAIConfig(model="m", api_key_env=None), CONTEXT) == []

@@ -50,17 +50,17 @@ def test_the_random_players_answer_is_a_legal_action_without_ids() -> None:
 
 
 def test_without_legal_actions_the_random_player_says_what_to_do() -> None:
-    with pytest.raises(EngineError, match=r"environment of Lake told none\. Fix: put the legal texts into info\['actions'\]"):
+    with pytest.raises(EngineError, match=r"environment of Lake gave none\. Fix: put the legal texts into info\['actions'\]"):
         play(RandomPlayer(None, CONTEXT), ask(0, ()))
 
 
 def test_players_take_messages_and_no_weights() -> None:
     player = RandomPlayer(None, CONTEXT)
-    assert (player.input, player.transports) == ("messages", ())
+    assert (player.input, player.transports(None, CONTEXT)) == ("messages", ())
 
     async def main() -> None:
         player.live(3)
-        for step in (player.pause(), player.resume(), player.abort(ask(0)), player.sleep(), player.wake(), player.close(), player.close()):
+        for step in (player.pause(), player.resume(), player.abort(ask(0)), player.sleep(), player.wake("weights"), player.close(), player.close()):
             await step
         await player.receive(Offer("shared", 4))
 

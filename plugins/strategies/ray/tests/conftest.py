@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from turnwise.contracts.inference import InferenceContext
-from turnwise.contracts.runtime import RolePlan, RuntimeContext
+from turnwise.contracts.runtime import RuntimeContext, ServePlan, TrainPlan
 from turnwise.contracts.train import TrainContext
 from turnwise.plugins import reset_registry
 from turnwise.testing.fake_model import FakeChat, initial_weights, save_model
@@ -75,26 +75,26 @@ def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
 
 
 @pytest.fixture
-def trainer(model: Path) -> Callable[..., RolePlan]:
+def trainer(model: Path) -> Callable[..., TrainPlan]:
     """`trainer(devices, **options)`: a plan of the strategy `ranked`."""
 
-    def plan(devices: tuple[int, ...] = (), environment: dict[str, str] | None = None, **options: Any) -> RolePlan:
+    def plan(devices: tuple[int, ...] = (), environment: dict[str, str] | None = None, **options: Any) -> TrainPlan:
         from turnwise.plugins import registry
 
         config = registry().find("train_strategy", "ranked").config_class()(**options)  # type: ignore[misc]
-        return RolePlan("actor_train", "train_strategy", "ranked", config, TrainContext(model, "actor_train"), devices, environment or {})
+        return TrainPlan("actor_train", "ranked", config, TrainContext(model, "actor_train"), devices, environment or {})
 
     return plan
 
 
 @pytest.fixture
-def sampler(model: Path) -> Callable[..., RolePlan]:
+def sampler(model: Path) -> Callable[..., ServePlan]:
     """`sampler(devices, name=)`: a plan of the backend `mortal`, or another."""
 
-    def plan(devices: tuple[int, ...] = (), environment: dict[str, str] | None = None, name: str = "mortal", **options: Any) -> RolePlan:
+    def plan(devices: tuple[int, ...] = (), environment: dict[str, str] | None = None, name: str = "mortal", **options: Any) -> ServePlan:
         from turnwise.testing.fakes import FakeBackendConfig
 
         context = InferenceContext(model, FakeChat(), weight_sync_timeout=30)
-        return RolePlan("actor_infer", "inference_backend", name, FakeBackendConfig(**options), context, devices, environment or {})
+        return ServePlan("actor_infer", name, FakeBackendConfig(**options), context, devices, environment or {})
 
     return plan

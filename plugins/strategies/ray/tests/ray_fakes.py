@@ -15,8 +15,8 @@ import numpy as np
 from attrs import frozen
 
 from turnwise import Implementation, hookimpl
-from turnwise.contracts.inference import InferenceContext, Request
-from turnwise.contracts.train import Offer, TrainContext
+from turnwise.contracts.inference import DeviceMemory, InferenceContext, Request
+from turnwise.contracts.train import Offer, StrategyCapabilities, TrainContext
 from turnwise.data.rows import Update, UpdateResult
 from turnwise.data.trajectory import Generation
 from turnwise.errors import EngineLost, TrainerError
@@ -29,6 +29,11 @@ class RankedConfig:
     """`model_parallel`: ranks that share the rows."""
 
     model_parallel: int = 1
+
+    @property
+    def capabilities(self) -> StrategyCapabilities:
+        """The arithmetic below."""
+        return StrategyCapabilities(data_parallel_size=self.data_parallel_size)
 
     def data_parallel_size(self, world: int) -> int:
         """Ranks that see different rows."""
@@ -116,9 +121,9 @@ class NotedSampler(FakeBackend):
         """Off the device."""
         _note("actor_infer.sleep")
 
-    async def wake(self) -> None:
+    async def wake(self, what: DeviceMemory) -> None:
         """On the device."""
-        _note("actor_infer.wake")
+        _note(f"actor_infer.wake({what})")
 
 
 def _note(what: str) -> None:

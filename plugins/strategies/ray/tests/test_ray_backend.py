@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 pytest.importorskip("ray", reason="ray is not installed")
@@ -27,10 +28,10 @@ def ask(member: int, turn: int = 0) -> Request:
     return Request(seed=100 * member + turn, args=GeneratingArgs(), max_new_tokens=4, order=(0, 7, member, 0, turn), ids=ids)
 
 
-async def sync(handle: Any, backend: Any, version: int) -> int:
+async def sync(role: Any, backend: Any, version: int) -> int:
     await backend.pause()
-    offer = await handle.call("offer", "fake", version, backend.receivers("fake"))
-    _, now = await asyncio.gather(handle.call("send", offer), backend.receive(offer))
+    offer = await role.offer("fake", version, backend.receivers("fake"))
+    _, now = await asyncio.gather(role.send(offer), backend.receive(offer))
     await backend.resume()
     return int(now)
 
@@ -51,11 +52,11 @@ async def many(backend: Any) -> None:
 
 def test_a_trajectory_stays_on_one_engine_and_all_have_the_weights(place: Any, trainer: Any, sampler: Any) -> None:
     async def work(runtime: Any) -> None:
-        handle, backend = await runtime.place(trainer()), await runtime.place(sampler((0, 1)))
+        role, backend = await runtime.train(trainer()), await runtime.serve(sampler((0, 1)))
         assert backend.receivers("fake") == 2
         with pytest.raises(EngineError, match="before its first weights"):
             await backend.generate(ask(0))
-        assert await sync(handle, backend, 4) == 4
+        assert await sync(role, backend, 4) == 4
         first = await asyncio.gather(*(backend.generate(ask(m)) for m in range(8)))
         pids = [g.extras["pid"] for g in first]
         assert sorted(pids.count(pid) for pid in set(pids)) == [4, 4]
@@ -72,10 +73,10 @@ def test_requests_of_a_dead_engine_are_answered_by_another_and_it_comes_back_wit
     place: Any, trainer: Any, sampler: Any, tmp_path: Path
 ) -> None:
     async def work(runtime: Any) -> None:
-        handle = await runtime.place(trainer())
-        await handle.call("update", Update(training_rows(), 0.5))  # so that the first weights are not those of the folder
-        backend = await runtime.place(sampler((0, 1), environment={"MORTAL_ENGINE": str(tmp_path / "died")}))
-        await sync(handle, backend, 1)
+        role = await runtime.train(trainer())
+        await role.update(Update(training_rows(), 0.5))  # so that the first weights are not those of the folder
+        backend = await runtime.serve(sampler((0, 1), environment={"MORTAL_ENGINE": str(tmp_path / "died")}))
+        await sync(role, backend, 1)
         answers = await asyncio.gather(*(backend.generate(ask(m)) for m in range(12)))
         assert (tmp_path / "died").exists()
         again = await asyncio.gather(*(backend.generate(ask(m)) for m in range(12)))
@@ -91,16 +92,16 @@ def test_requests_of_a_dead_engine_are_answered_by_another_and_it_comes_back_wit
 
 def test_an_engine_that_comes_back_while_the_trainer_moves_on_waits_for_the_next_weights(place: Any, trainer: Any, sampler: Any) -> None:
     async def work(runtime: Any) -> None:
-        handle, backend = await runtime.place(trainer()), await runtime.place(sampler((0, 1)))
-        await sync(handle, backend, 1)
+        role, backend = await runtime.train(trainer()), await runtime.serve(sampler((0, 1)))
+        await sync(role, backend, 1)
         victim = (await backend.generate(ask(0))).extras["pid"]
-        await handle.call("update", Update(training_rows(), 0.5))
+        await role.update(Update(training_rows(), 0.5))
         os.kill(victim, signal.SIGKILL)
         await until(lambda: len(backend._serving) == 1)
         await until(lambda: len(backend._present()) == 2)
         assert {g.extras["pid"] for g in await asyncio.gather(*(backend.generate(ask(m)) for m in range(6)))}.isdisjoint({victim})
         assert len(backend._serving) == 1
-        assert await sync(handle, backend, 2) == 2
+        assert await sync(role, backend, 2) == 2
         assert len({g.extras["sum"] for g in await asyncio.gather(*(backend.generate(ask(m)) for m in range(200, 206)))}) == 1
         assert len(backend._serving) == 2
 
@@ -109,8 +110,8 @@ def test_an_engine_that_comes_back_while_the_trainer_moves_on_waits_for_the_next
 
 def test_engines_that_die_too_often_end_the_requests_with_the_cause(place: Any, trainer: Any, sampler: Any) -> None:
     async def work(runtime: Any) -> None:
-        handle, backend = await runtime.place(trainer()), await runtime.place(sampler())
-        await sync(handle, backend, 1)
+        role, backend = await runtime.train(trainer()), await runtime.serve(sampler())
+        await sync(role, backend, 1)
         victim = (await backend.generate(ask(0))).extras["pid"]
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(EngineError, match=r"actor_infer\.0 died more than max_restarts: 0 times\. Last cause: .*raise max_restarts") as caught:
@@ -131,10 +132,10 @@ def test_an_engine_that_tells_its_end_is_closed_replaced_and_its_requests_are_an
     """The process of its backend still lives when it tells."""
 
     async def work(runtime: Any) -> None:
-        handle = await runtime.place(trainer())
-        await handle.call("update", Update(training_rows(), 0.5))
-        backend = await runtime.place(sampler((0, 1), name="losing"))
-        await sync(handle, backend, 1)
+        role = await runtime.train(trainer())
+        await role.update(Update(training_rows(), 0.5))
+        backend = await runtime.serve(sampler((0, 1), name="losing"))
+        await sync(role, backend, 1)
         before = await asyncio.gather(*(backend.generate(ask(m)) for m in range(12)))
         lose("generate")
         after = await asyncio.gather(*(backend.generate(ask(m)) for m in range(12)))
@@ -143,7 +144,7 @@ def test_an_engine_that_tells_its_end_is_closed_replaced_and_its_requests_are_an
         victim = int(next(Path().glob("lost_by_*")).name.removeprefix("lost_by_"))
         await until(lambda: len(backend._serving) == 2)
         assert Path(f"closed_by_{victim}").exists()
-        await until(lambda: not Path(f"/proc/{victim}").exists())
+        await until(lambda: not psutil.pid_exists(victim))
         both = await asyncio.gather(*(backend.generate(ask(m)) for m in range(100, 108)))
         assert len({g.extras["pid"] for g in both}) == 2 and victim not in {g.extras["pid"] for g in both}
         assert len({g.extras["sum"] for g in [*both, *before]}) == 1  # the new engine has the current weights
@@ -162,11 +163,11 @@ def test_an_engine_that_ended_while_nothing_was_asked_is_replaced_before_the_nex
     """The only one is waited for; the others of several take the weights without it."""
 
     async def work(runtime: Any) -> None:
-        handle, backend = await runtime.place(trainer()), await runtime.place(sampler(devices, name="losing"))
-        await sync(handle, backend, 1)
-        await handle.call("update", Update(training_rows(), 0.5))
+        role, backend = await runtime.train(trainer()), await runtime.serve(sampler(devices, name="losing"))
+        await sync(role, backend, 1)
+        await role.update(Update(training_rows(), 0.5))
         lose("pause")
-        assert await sync(handle, backend, 2) == 2
+        assert await sync(role, backend, 2) == 2
         answers = await asyncio.gather(*(backend.generate(ask(m)) for m in range(6)))
         assert {v for g in answers for v in g.versions.tolist()} == {2}
         await until(lambda: len(backend._serving) == max(1, len(devices)))
@@ -176,10 +177,10 @@ def test_an_engine_that_ended_while_nothing_was_asked_is_replaced_before_the_nex
 
 def test_an_engine_that_ends_while_it_takes_weights_ends_the_update(place: Any, trainer: Any, sampler: Any) -> None:
     async def work(runtime: Any) -> None:
-        handle, backend = await runtime.place(trainer()), await runtime.place(sampler((), name="losing"))
+        role, backend = await runtime.train(trainer()), await runtime.serve(sampler((), name="losing"))
         lose("receive")
         with pytest.raises(EngineLost, match=r"actor_infer\.0: the engine ran out of steam\. Fix: more coal"):
-            await sync(handle, backend, 1)
+            await sync(role, backend, 1)
 
     place(work)
 
@@ -188,12 +189,12 @@ def test_when_an_engine_ends_while_weights_are_on_their_way_the_others_take_them
     place: Any, trainer: Any, sampler: Any, tmp_path: Path
 ) -> None:
     async def work(runtime: Any) -> None:
-        handle, backend = await runtime.place(trainer()), await runtime.place(sampler((0, 1), name="losing"))
+        role, backend = await runtime.train(trainer()), await runtime.serve(sampler((0, 1), name="losing"))
         (tmp_path / "STUCK").touch()
         lose("receive")
         tasks = asyncio.all_tasks()
         with pytest.raises(EngineLost, match="the engine ran out of steam"):
-            await sync(handle, backend, 1)
+            await sync(role, backend, 1)
         assert not [task for task in asyncio.all_tasks() - tasks if "RayBackend._receive" in repr(task)]
         await until(lambda: list(tmp_path.glob("gave_up_*")), 20)
 
@@ -203,8 +204,8 @@ def test_when_an_engine_ends_while_weights_are_on_their_way_the_others_take_them
 @pytest.mark.matrix
 def test_engines_that_end_too_often_are_told_like_those_that_die(place: Any, trainer: Any, sampler: Any) -> None:
     async def work(runtime: Any) -> None:
-        handle, backend = await runtime.place(trainer()), await runtime.place(sampler((), name="losing"))
-        await sync(handle, backend, 1)
+        role, backend = await runtime.train(trainer()), await runtime.serve(sampler((), name="losing"))
+        await sync(role, backend, 1)
         lose("generate")
         with pytest.raises(EngineError, match=r"max_restarts: 0 times\. Last cause: the engine ran out of steam\. Fix: more coal\. Fix: look"):
             await backend.generate(ask(0))
@@ -214,8 +215,8 @@ def test_engines_that_end_too_often_are_told_like_those_that_die(place: Any, tra
 
 def test_a_request_that_is_given_up_is_aborted_where_it_waits(place: Any, trainer: Any, sampler: Any) -> None:
     async def work(runtime: Any) -> None:
-        handle, backend = await runtime.place(trainer()), await runtime.place(sampler(delay=600.0))
-        await sync(handle, backend, 1)
+        role, backend = await runtime.train(trainer()), await runtime.serve(sampler(delay=600.0))
+        await sync(role, backend, 1)
         request = ask(0)
         task = asyncio.ensure_future(backend.generate(request))
         await asyncio.sleep(0.2)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from turnwise.pipeline import preflight
+from turnwise.contracts.inference import BackendCapabilities
+from turnwise_ray import config
 from turnwise_ray.config import RayConfig
 
 
@@ -37,13 +38,13 @@ def test_numbers_out_of_range_are_refused(options: dict[str, float]) -> None:
     ],
 )
 def test_gpus_of_a_role_that_names_none(options: dict[str, str], there: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "visible_gpus", lambda: there)
-    assert RayConfig(**options).least_devices == expected  # type: ignore[arg-type]
+    monkeypatch.setattr(config, "visible_gpus", lambda: there)
+    assert RayConfig(**options).capabilities.least_devices == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("options", "here"), [({}, True), ({"device": "gpu"}, True), ({"device": "cpu"}, False), ({"address": "auto"}, False)])
 def test_device_mapping_names_gpus_of_this_machine_or_not(options: dict[str, str], here: bool) -> None:
-    assert RayConfig(**options).counts_devices == here  # type: ignore[arg-type]
+    assert RayConfig(**options).capabilities.counts_devices == here  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("sizes", "expected"), [({}, [[0], [1], [2], [3]]), ({"devices_per_engine": 2}, [[0, 1], [2, 3]])])
@@ -51,7 +52,7 @@ def test_a_server_of_several_copies_is_one_engine(sizes: dict[str, int], expecte
     pytest.importorskip("ray", reason="ray is not installed")
     from turnwise_ray.backend import _parts
 
-    config = SimpleNamespace(data_parallel_size=lambda world: world, **sizes)
-    plan: Any = SimpleNamespace(devices=(0, 1, 2, 3), role="actor_infer", config=config)
+    config = SimpleNamespace(capabilities=BackendCapabilities(data_parallel_size=lambda world: world, **sizes))
+    plan: Any = SimpleNamespace(devices=(0, 1, 2, 3), role="actor_infer", implementation="x", config=config)
     seats: Any = [0, 1, 2, 3]
     assert _parts(plan, seats) == expected

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("ray", reason="ray is not installed")
 
 from turnwise.contracts.inference import InferenceContext
-from turnwise.contracts.runtime import RolePlan
+from turnwise.contracts.runtime import ServePlan
 from turnwise_ray.backend import RayBackend, _Member
 
 pytestmark = [pytest.mark.engines]
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.engines]
 
 @pytest.mark.parametrize(("transport", "expected"), [("shared_memory", 2 + 1 + 1), ("process_group", 2 + 1 + 2 + 4), ("safetensors", 9)])
 def test_readers(transport: str, expected: int) -> None:
-    plan = RolePlan("actor_infer", "inference_backend", "any", None, InferenceContext(Path(), None))
+    plan = ServePlan("actor_infer", "any", None, InferenceContext(Path(), None))
     trainer: Any = SimpleNamespace(node="here")
     backend = RayBackend(plan, *(Any,) * 4, trainer=lambda: trainer)  # type: ignore[arg-type]
     places = [("here", 2), ("here", 1), ("there", 2), ("there", 4)]

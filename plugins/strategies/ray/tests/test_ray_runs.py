@@ -14,41 +14,19 @@ from typing import Any
 
 import pytest
 
+from turnwise.testing.runs import FAKES, LAKE, written
+
 ray = pytest.importorskip("ray", reason="ray is not installed")
 
 pytestmark = pytest.mark.engines
 
-LAKE = """\
-exp_name: lake
-plugins: [turnwise-ray, turnwise-gymnasium, turnwise-managers, turnwise-hf, turnwise-torch, turnwise-grpo, turnwise-losses, turnwise-batching]
-seed: 1
-output_dir: out
-max_steps: 2
-save_steps: 1
-rollout_batch_size: 8
-sequence_length: 256
-pretrain: {recipe: {architecture: qwen2, num_layers: 1, hidden_size: 16, num_heads: 2, tokenizer: word}}
-adv_estimator: grpo
-recompute_old_logprobs: true
-actor_train:
-  model_args: {dtype: fp32, disable_gradient_checkpointing: true}
-  training_args: {learning_rate: 1.0e-2, per_device_train_batch_size: 4}
-  strategy_args: {strategy_name: torch}
-  device_mapping: [0]
-actor_infer:
-  model_args: {dtype: fp32}
-  generating_args: {max_new_tokens: 2, temperature: 1.0}
-  strategy_args: {strategy_name: hf}
-train_env_manager: {num_env_groups: 2, group_size: 4, tags: [Lake]}
-custom_envs:
-  Lake:
-    env_type: frozen_lake
-    env_manager: {use: stepwise, history_length: 1}
-    max_steps: 4
-    step: inline
-    env_config: {random_start_goal: true, observation: relative, hole_penalty: -0.5, invalid_penalty: -0.3}
-track_with: [{use: jsonl, every: 1}]
-"""
+
+def on_ray(*further: str) -> str:
+    """The run for Ray, with further plugins."""
+    plugins = ["turnwise-ray", *LAKE["plugins"], *further]
+    return written(LAKE, {"plugins": plugins, "recompute_old_logprobs": True, "actor_train.device_mapping": [0]})
+
+
 RAY = "runtime={use: ray, device: cpu, object_store_mb: 100}"
 
 
@@ -70,7 +48,7 @@ def metrics(folder: Path, out: str) -> list[dict[str, Any]]:
 
 
 def test_a_run_on_ray_gives_the_same_numbers_as_in_one_process(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(LAKE)
+    (tmp_path / "run.yaml").write_text(on_ray())
     alone = turnwise(tmp_path, "train", "run.yaml", "actor_train.device_mapping=[]", "output_dir=alone")
     assert alone.returncode == 0, alone.stderr
     assert (tmp_path / "alone").is_dir()
@@ -80,42 +58,32 @@ def test_a_run_on_ray_gives_the_same_numbers_as_in_one_process(tmp_path: Path) -
     assert "Traceback" not in there.stderr
 
 
-COLOCATED = """\
-plugins: [turnwise-ray, turnwise.testing.plugin, {fakes}]
-output_dir: out
-max_steps: 1
-rollout_batch_size: 4
-sequence_length: 64
-model_source: fake
-pretrain: fake
-adv_estimator: fake
-pg_variant: fake
-batch_adjust_mode: fake
-track_with: [jsonl]
-eval_steps: 0
-actor_train:
-  training_args: {{learning_rate: 5.0, per_device_train_batch_size: 2}}
-  strategy_args: {{strategy_name: noted}}
-  device_mapping: [0]
-actor_infer:
-  generating_args: {{max_new_tokens: 4}}
-  strategy_args: {{strategy_name: noted}}
-  device_mapping: [0]
-train_env_manager: {{num_env_groups: 2, group_size: 2, tags: [Toy]}}
-custom_envs:
-  Toy: {{env_type: fake, env_manager: fake, max_steps: 3, step: inline}}
-"""
+COLOCATED = {
+    "plugins": ["turnwise-ray", "turnwise.testing.plugin", str(Path(__file__).with_name("ray_fakes.py"))],
+    "max_steps": 1,
+    "eval_steps": 0,
+    "track_with": ["jsonl"],
+    "actor_train.strategy_args.strategy_name": "noted",
+    "actor_train.device_mapping": [0],
+    "actor_infer.strategy_args.strategy_name": "noted",
+    "actor_infer.device_mapping": [0],
+    "val_env_manager": None,
+}
 
 
 def test_roles_of_one_device_sleep_and_wake_and_what_they_say_comes_with_their_names(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(COLOCATED.format(fakes=Path(__file__).with_name("ray_fakes.py")))
+    (tmp_path / "run.yaml").write_text(written(FAKES, COLOCATED))
     done = turnwise(tmp_path, "train", "run.yaml", RAY)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "order").read_text().split() == [
-        *("actor_train.offer", "actor_infer.receive", "actor_train.offload"),  # the first weights
+        *("actor_train.offload", "actor_infer.sleep", "actor_train.onload"),  # an engine starts alone
+        *("actor_infer.wake(weights)", "actor_train.offer", "actor_infer.receive"),  # the first weights
+        *("actor_train.offload", "actor_infer.wake(cache)"),
         *("actor_infer.sleep", "actor_train.onload"),  # training
-        *("actor_infer.wake", "actor_train.offer", "actor_infer.receive", "actor_train.offload"),  # the new weights
-        *("actor_infer.sleep", "actor_train.onload", "actor_train.save", "actor_train.offload", "actor_infer.wake"),  # the last checkpoint
+        *("actor_infer.wake(weights)", "actor_train.offer", "actor_infer.receive"),  # the new weights
+        *("actor_train.offload", "actor_infer.wake(cache)"),
+        *("actor_infer.sleep", "actor_train.onload", "actor_train.save", "actor_train.offload"),  # the last checkpoint
+        *("actor_infer.wake(weights)", "actor_infer.wake(cache)"),
     ]
     assert re.search(r" INFO actor_train, rank 0 of 1 on \S+: wrote with chalk\n", (tmp_path / "out" / "run.log").read_text())
     assert re.search(r"\(actor_train pid=\d+\)\S* chalk dust\n", done.stdout + done.stderr)
@@ -136,7 +104,7 @@ def two_nodes() -> Iterator[str]:
 
 @pytest.mark.parametrize("sync", ["merged", pytest.param("adapter", marks=pytest.mark.matrix)])
 def test_a_sampler_on_another_node_has_the_trainers_weights_at_every_step(tmp_path: Path, two_nodes: str, sync: str) -> None:
-    (tmp_path / "run.yaml").write_text(LAKE)
+    (tmp_path / "run.yaml").write_text(on_ray())
     placed = f"runtime={{use: ray, device: cpu, address: '{two_nodes}', cpus_per_process: 2}}"
     adapters = [] if sync == "merged" else ["actor_train.model_args.lora_rank=4", "actor_train.model_args.lora_sync=adapter"]
     done = turnwise(tmp_path, "train", "run.yaml", placed, *adapters, "max_steps=3", "actor_train.training_args.learning_rate=0.1")
@@ -154,7 +122,7 @@ def test_every_kind_of_process_may_die_and_the_run_ends_or_goes_on_as_it_should(
     """The sampling engine and the environment worker in the first step, from which the run recovers; the trainer in the second, which ends it."""
     (tmp_path / "graves").mkdir()
     plugin = Path(__file__).with_name("ray_lake.py")
-    text = LAKE.replace("turnwise-batching]", f"turnwise-batching, {plugin}]")
+    text = on_ray(str(plugin))
     for name in ("torch", "hf"):
         text = text.replace(f"strategy_name: {name}}}", f"strategy_name: mortal_{name}}}")
     text = text.replace("env_type: frozen_lake", "env_type: mortal_lake").replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,44 +16,31 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+from turnwise.testing.runs import LAKE, written
 
 pytest.importorskip("ray", reason="ray is not installed")
 
 pytestmark = [pytest.mark.engines, pytest.mark.matrix, pytest.mark.timeout(600)]
 
-LAKE = """\
-plugins: [turnwise-ray, turnwise-gymnasium, turnwise-managers, turnwise-hf, turnwise-torch, turnwise-grpo, turnwise-losses, turnwise-batching]
-seed: 1
-output_dir: out
-max_steps: 3
-save_steps: 1
-rollout_batch_size: 8
-sequence_length: 256
-pretrain: {recipe: {architecture: qwen2, num_layers: 1, hidden_size: 16, num_heads: 2, tokenizer: word}}
-adv_estimator: grpo
-recompute_old_logprobs: true
-runtime: {use: ray, device: cpu, object_store_mb: 100}
-actor_train: &trained
-  model_args: {dtype: fp32, disable_gradient_checkpointing: true}
-  training_args: {learning_rate: 1.0e-2, per_device_train_batch_size: 2}
-  strategy_args: {strategy_name: torch}
-  device_mapping: [0, 1]
-actor_infer:
-  model_args: {dtype: fp32}
-  generating_args: {max_new_tokens: 2, temperature: 1.0}
-  strategy_args: {strategy_name: hf}
-train_env_manager: {num_env_groups: 2, group_size: 4, tags: [Lake]}
-val_env_manager: {num_env_groups: 2, group_size: 1, tags: [Lake]}
-custom_envs:
-  Lake:
-    env_type: frozen_lake
-    env_manager: {use: stepwise, history_length: 1}
-    max_steps: 4
-    step: inline
-    env_config: {random_start_goal: true, observation: relative, hole_penalty: -0.5, invalid_penalty: -0.3}
-track_with: [{use: jsonl, every: 1}]
-"""
+PLUGINS = ["turnwise-ray", *LAKE["plugins"]]
+CHANGES = {
+    "max_steps": 3,
+    "recompute_old_logprobs": True,
+    "runtime": {"use": "ray", "device": "cpu", "object_store_mb": 100},
+    "actor_train.training_args.per_device_train_batch_size": 2,
+    "actor_train.device_mapping": [0, 1],
+    "val_env_manager": {"num_env_groups": 2, "group_size": 1, "tags": ["Lake"]},
+}
+
+
+def on_ray(*further: str) -> str:
+    """The run on Ray with two training processes, and further plugins."""
+    return written(LAKE, {**CHANGES, "plugins": [*PLUGINS, *further]})
+
+
 ZERO3 = "{strategy_name: deepspeed_train, strategy_config: {zero_optimization: {stage: 3, stage3_param_persistence_threshold: 0}}}"
 TRAINERS = {
     "torch": "{strategy_name: torch}",
@@ -67,8 +55,6 @@ import turnwise
 
 class ShortOfMemory:
     """A loss that rank 1 has no memory for."""
-
-    uses_ratio = False
 
     def __init__(self, config, context):
         pass
@@ -91,7 +77,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mark = f"TURNWISE_TEST_RUN={folder}"
-        (folder / "run.yaml").write_text(LAKE)
+        (folder / "run.yaml").write_text(on_ray())
         name, _, value = self.mark.partition("=")
         self.temporary = Path(tempfile.mkdtemp(prefix="run-", dir="/tmp"))  # the names of Ray's and vLLM's sockets must be short
         places = {"TMPDIR": str(self.temporary), "RAY_TMPDIR": "/tmp"}
@@ -118,13 +104,10 @@ class Run:
     def processes(self) -> dict[int, str]:
         """What runs of it, by process id."""
         found = {}
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                try:
-                    if self.mark.encode() in (folder / "environ").read_bytes():
-                        found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")[0]
-                except OSError:
-                    continue
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if any(self.mark in f"{name}={value}" for name, value in process.environ().items()):
+                    found[process.pid] = next(iter(process.cmdline()), "")
         return found
 
     def until(self, holds: Callable[[], Any], seconds: float = 300.0) -> None:
@@ -182,7 +165,7 @@ def test_a_sampler_of_experts_has_the_weights_of_the_ranks_that_share_them(run: 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_rank_without_memory_is_told_at_once_though_the_others_wait_for_it(run: Run, trainer: str) -> None:
     (run.folder / "short.py").write_text(SHORT_OF_MEMORY)
-    (run.folder / "run.yaml").write_text(LAKE.replace("turnwise-batching]", "turnwise-batching, ./short.py]"))
+    (run.folder / "run.yaml").write_text(on_ray("./short.py"))
     running = run.start("train", "run.yaml", f"actor_train.strategy_args={TRAINERS[trainer]}", "pg_variant=short_of_memory")
     _, told = running.communicate(timeout=300)  # ranks wait for each other for ten minutes
     assert running.returncode == 1
@@ -212,7 +195,7 @@ def test_a_rank_that_dies_ends_the_run(run: Run) -> None:
 def test_a_vllm_of_two_processes_that_loses_one_is_built_again_and_the_run_goes_on(run: Run, victim: str) -> None:
     """Without devices it starts its tensor parallel processes itself, from the one place that it has."""
     pytest.importorskip("vllm", reason="vllm is not installed")
-    (run.folder / "run.yaml").write_text(LAKE.replace("turnwise-hf,", "turnwise-hf, turnwise-vllm,"))
+    (run.folder / "run.yaml").write_text(on_ray("turnwise-vllm"))
     recipe = "pretrain.recipe={architecture: qwen2, num_layers: 2, hidden_size: 64, num_heads: 2, tokenizer: word}"  # vLLM's smallest heads
     engine = "actor_infer.strategy_args={strategy_name: vllm, strategy_config: {load_format: dummy, tensor_parallel_size: 2}}"
     running = run.start("train", "run.yaml", recipe, engine, "actor_train.device_mapping=[]", "max_steps=4")

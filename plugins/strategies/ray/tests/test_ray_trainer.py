@@ -32,20 +32,20 @@ def test_rows_are_dealt_to_data_parallel_ranks_and_answers_come_back_in_order(pl
     alone = FakeStrategy(None, TrainContext(model, "actor_train"))
 
     async def work(runtime: Any) -> None:
-        handle = await runtime.place(trainer((0, 1), environment={"MARK": "set", "OMP_NUM_THREADS": "3"}))
-        np.testing.assert_array_equal(await handle.call("logprobs", rows), alone.logprobs(rows))
-        result = await handle.call("update", Update(rows, 0.0))
+        role = await runtime.train(trainer((0, 1), environment={"MARK": "set", "OMP_NUM_THREADS": "3"}))
+        np.testing.assert_array_equal(await role.logprobs(rows), alone.logprobs(rows))
+        result = await role.update(Update(rows, 0.0))
         expected = alone.update(Update(rows, 0.0))
         assert result.loss == pytest.approx(expected.loss)  # Σ over the ranks of what each had of it
         assert result.sums.keys() == expected.sums.keys()
         for name, (x, w) in expected.sums.items():
             assert result.sums[name] == pytest.approx((x, w))
-        facts = await handle.call("facts")
+        facts = await role.each("facts")
         assert (facts["ranks"].rank, facts["ranks"].size, facts["devices"]) == (0, 2, ())
         assert (facts["MARK"], facts["RANK"], facts["WORLD_SIZE"], facts["OMP_NUM_THREADS"]) == ("set", "0", "2", "3")
         assert facts["ranks"].address == f"127.0.0.1:{facts['MASTER_PORT']}"
         assert facts["cwd"] == str(tmp_path)
-        await handle.call("write", Path())
+        await role.each("write", Path())
         told = [(tmp_path / f"{rank}.txt").read_text().split() for rank in (0, 1)]
         assert [t[0] for t in told] == ["0", "1"]  # local ranks
         assert sum(int(t[1]) for t in told) == len(rows)
@@ -60,10 +60,10 @@ def test_ranks_of_one_data_parallel_rank_get_the_same_rows(place: Any, trainer: 
     alone = FakeStrategy(None, TrainContext(model, "actor_train"))
 
     async def work(runtime: Any) -> None:
-        handle = await runtime.place(trainer((0, 1), model_parallel=2))
-        np.testing.assert_array_equal(await handle.call("logprobs", rows), alone.logprobs(rows))
-        assert (await handle.call("update", Update(rows, 0.0))).loss == pytest.approx(alone.update(Update(rows, 0.0)).loss)
-        await handle.call("write", Path())
+        role = await runtime.train(trainer((0, 1), model_parallel=2))
+        np.testing.assert_array_equal(await role.logprobs(rows), alone.logprobs(rows))
+        assert (await role.update(Update(rows, 0.0))).loss == pytest.approx(alone.update(Update(rows, 0.0)).loss)
+        await role.each("write", Path())
         assert [(tmp_path / f"{rank}.txt").read_text().split()[1] for rank in (0, 1)] == [str(len(rows))] * 2
 
     place(work)
@@ -79,16 +79,16 @@ def test_ranks_of_one_data_parallel_rank_get_the_same_rows(place: Any, trainer: 
 )
 def test_the_failure_of_one_rank_is_told_with_its_name_and_cause(place: Any, trainer: Any, what: str, words: list[str]) -> None:
     async def work(runtime: Any) -> tuple[str, float]:
-        handle = await runtime.place(trainer((0, 1)))
+        role = await runtime.train(trainer((0, 1)))
         began = time.monotonic()
         with pytest.raises(TrainerError) as caught:
-            await handle.call("misbehave", what, 1)
+            await role.each("misbehave", what, 1)
         took = time.monotonic() - began
         if what == "die":
             with pytest.raises(TrainerError, match="died in misbehave"):  # the role is lost, and says why
-                await handle.call("logprobs", training_rows())
+                await role.logprobs(training_rows())
         else:
-            assert len(await handle.call("logprobs", training_rows())) > 0
+            assert len(await role.logprobs(training_rows())) > 0
         return str(caught.value), took
 
     text, took = place(work)
@@ -101,15 +101,15 @@ def test_the_failure_of_one_rank_is_told_with_its_name_and_cause(place: Any, tra
 
 def test_the_end_of_a_rank_that_nobody_asks_is_noticed(place: Any, trainer: Any, tmp_path: Path) -> None:
     async def work(runtime: Any) -> str:
-        handle = await runtime.place(trainer((0, 1)))
-        watch = asyncio.ensure_future(handle.watch())
-        await handle.call("write", Path())
+        role = await runtime.train(trainer((0, 1)))
+        watch = asyncio.ensure_future(role.watch())
+        await role.each("write", Path())
         assert not watch.done()
         os.kill(int((tmp_path / "1.txt").read_text().split()[2]), signal.SIGKILL)
         with pytest.raises(TrainerError) as caught:
             await asyncio.wait_for(watch, 30)
         with pytest.raises(TrainerError, match="rank 1 of 2"):  # the role is lost, and says why
-            await handle.call("write", Path())
+            await role.each("write", Path())
         return str(caught.value)
 
     text = place(work)
@@ -119,10 +119,10 @@ def test_the_end_of_a_rank_that_nobody_asks_is_noticed(place: Any, trainer: Any,
 
 def test_a_call_past_the_timeout_names_the_ranks_that_did_not_answer(place: Any, trainer: Any) -> None:
     async def work(runtime: Any) -> None:
-        handle = await runtime.place(trainer((0, 1)))
-        handle._timeout = 3.0
+        role = await runtime.train(trainer((0, 1)))
+        role._timeout = 3.0
         with pytest.raises(TrainerError, match=r"actor_train: misbehave did not end within runtime_timeout = 3 s \(rank 0 of 2 .*; rank 1 of 2 "):
-            await handle.call("misbehave", "hang", 1)
+            await role.each("misbehave", "hang", 1)
 
     place(work)
 
@@ -131,8 +131,8 @@ def test_what_a_rank_logs_in_a_long_call_is_told_before_its_end(place: Any, trai
     caplog.set_level(logging.INFO, "turnwise")
 
     async def work(runtime: Any) -> None:
-        handle = await runtime.place(trainer((0, 1)))
-        call = asyncio.ensure_future(handle.call("misbehave", "talk", 1))
+        role = await runtime.train(trainer((0, 1)))
+        call = asyncio.ensure_future(role.each("misbehave", "talk", 1))
         end = time.monotonic() + 20
         while not (told := [r for r in caplog.records if "the chalk squeaks" in r.getMessage()]) and time.monotonic() < end:
             await asyncio.sleep(0.1)
@@ -149,7 +149,7 @@ def test_what_a_rank_logs_in_a_long_call_is_told_before_its_end(place: Any, trai
 def test_a_cluster_without_gpus_is_told_before_anything_is_built(place: Any, trainer: Any) -> None:
     async def work(runtime: Any) -> None:
         with pytest.raises(MachineError, match="actor_train: device_mapping needs 2 GPUs, the cluster has none"):
-            await runtime.place(trainer((0, 1)))
+            await runtime.train(trainer((0, 1)))
 
     for device in ("auto", "gpu"):
         place(work, device=device)
@@ -157,8 +157,8 @@ def test_a_cluster_without_gpus_is_told_before_anything_is_built(place: Any, tra
 
 def test_roles_of_one_device_share_its_place(place: Any, trainer: Any, sampler: Any) -> None:
     async def work(runtime: Any) -> None:
-        await runtime.place(trainer((0,)))
-        await runtime.place(sampler((0, 1)))
+        await runtime.train(trainer((0,)))
+        await runtime.serve(sampler((0, 1)))
         seats = runtime._cluster._seats
         assert set(seats) == {0, 1}
         assert len(runtime._cluster._groups) == 2

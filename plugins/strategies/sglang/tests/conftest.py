@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from attrs import frozen
 
@@ -55,10 +56,11 @@ def shared() -> Callable[[int], set[Path]]:
 
     def found(group: int) -> set[Path]:
         paths = set()
-        for process in Path("/proc").glob("[0-9]*"):
+        for process in psutil.pids():
             try:
-                if os.getpgid(int(process.name)) == group:
-                    lines = (process / "maps").read_text(encoding="utf-8").splitlines()
+                if os.getpgid(process) == group:
+                    # psutil's own maps count the pages of each, which takes seconds for an engine.
+                    lines = Path(f"/proc/{process}/maps").read_text(encoding="utf-8").splitlines()
                     paths |= {Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
             except OSError:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -17,9 +18,9 @@ from turnwise.contracts.train import Lora
 from turnwise.errors import ConfigError, EngineError, MachineError
 from turnwise_sglang import arguments, fixtures
 from turnwise_sglang.arguments import environment, server_arguments
+from turnwise_sglang.attached import attach_problems
 from turnwise_sglang.backend import SglangBackend
 from turnwise_sglang.config import SglangConfig
-from turnwise_sglang.link import attach_problems
 from turnwise_sglang.server import Server
 
 CONTEXT = InferenceContext(Path("/model"), None, seed=7, dtype="bf16", sequence_length=100)
@@ -40,6 +41,11 @@ def test_on_a_cpu_the_server_gets_what_a_cpu_needs() -> None:
     assert told["enable_deterministic_inference"] is True
     values = environment(SglangConfig(), CONTEXT)
     assert (values["SGLANG_USE_CPU_ENGINE"], values["CUDA_VISIBLE_DEVICES"], values["TURNWISE_SGLANG_CPU"]) == ("1", "", "1")
+
+
+def test_a_models_own_code_runs_in_the_server_only_where_the_run_says_so() -> None:
+    assert server_arguments(SglangConfig(), CONTEXT, 1)["trust_remote_code"] is False
+    assert server_arguments(SglangConfig(), evolve(CONTEXT, trust_remote_code=True), 1)["trust_remote_code"] is True
 
 
 def test_on_devices_the_engine_chooses_and_sees_only_the_roles_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,8 +73,8 @@ def test_what_the_user_wrote_wins_and_other_interpreters_settings_stay_here(monk
 def test_sleep_needs_the_memory_saver_and_its_copy_of_the_weights() -> None:
     told = server_arguments(SglangConfig(enable_memory_saver=True), gpu(0), 1)
     assert told["enable_memory_saver"] and told["enable_weights_cpu_backup"]
-    assert SglangBackend.cannot_sleep(SglangConfig(enable_memory_saver=True)) == ""
-    awake = SimpleNamespace(_config=SglangConfig(), _context=gpu(0), cannot_sleep=SglangBackend.cannot_sleep)
+    assert SglangConfig(enable_memory_saver=True).capabilities.cannot_sleep == ""
+    awake = SimpleNamespace(_config=SglangConfig(), _context=gpu(0))
     with pytest.raises(EngineError, match=r"keeps its memory while it sleeps\. Fix: strategy_config: \{enable_memory_saver: true\}"):
         asyncio.run(SglangBackend.sleep(awake))  # type: ignore[arg-type]
 
@@ -77,22 +83,22 @@ def test_memory_to_give_back_needs_a_gpu_and_a_package(monkeypatch: pytest.Monke
     packages = {"sglang": "0.5.21"}
     monkeypatch.setattr(arguments, "installed", lambda python, name="sglang": packages.get(name, ""))
     config = SglangConfig(python="p", enable_memory_saver=True)
-    (line,) = SglangBackend.check(config, CONTEXT)
+    (line,) = map(str, SglangBackend.check(config, CONTEXT))
     assert line.endswith("enable_memory_saver: there is no device memory to give back on a CPU. Fix: false, or name GPUs in device_mapping")
-    (line,) = SglangBackend.check(config, gpu(0))
-    assert line.startswith("machine: actor_infer: strategy_config.enable_memory_saver needs the package torch_memory_saver, which p lacks. Fix: ")
+    (lack,) = SglangBackend.check(config, gpu(0))
+    assert lack.machine and lack.text.startswith("needs the package torch_memory_saver, which p lacks. Fix: ")
     packages["torch_memory_saver"] = "0.0.9"
     assert SglangBackend.check(config, gpu(0)) == []
 
 
 def test_a_machine_without_sglang_is_told_apart_from_a_wrong_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    (line,) = SglangBackend.check(SglangConfig(python="/no/such/python"), CONTEXT)
-    assert line.startswith("machine: actor_infer: strategy sglang: strategy_config.python '/no/such/python' cannot be run")
+    (lack,) = SglangBackend.check(SglangConfig(python="/no/such/python"), CONTEXT)
+    assert lack.machine and str(lack).startswith("$.actor_infer.strategy_args.strategy_config.python: '/no/such/python' cannot be run")
     monkeypatch.setattr(arguments, "installed", lambda python: "")
-    (line,) = SglangBackend.check(SglangConfig(python="p"), CONTEXT)
-    assert line.startswith("machine: actor_infer: strategy sglang: p has no sglang. Fix: install SGLang there")
+    (lack,) = SglangBackend.check(SglangConfig(python="p"), CONTEXT)
+    assert lack.machine and lack.text.startswith("p has no sglang. Fix: install SGLang there")
     monkeypatch.setattr(arguments, "installed", lambda python: "0.4.9")
-    (line,) = SglangBackend.check(SglangConfig(python="p"), CONTEXT)
+    (line,) = map(str, SglangBackend.check(SglangConfig(python="p"), CONTEXT))
     assert "p has sglang 0.4.9, 0.5.21 or newer is needed" in line
     with pytest.raises(MachineError, match="cannot be run"):
         Server("/no/such/python", {}, {}, 1)
@@ -100,20 +106,20 @@ def test_a_machine_without_sglang_is_told_apart_from_a_wrong_configuration(monke
 
 def test_arguments_that_are_the_backends_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
-    (line,) = SglangBackend.check(SglangConfig(engine_args={"port": 3}), CONTEXT)
-    assert line == "$.actor_infer.strategy_args.strategy_config.port is not the user's to set. Use nothing: a free one is taken."
+    (line,) = map(str, SglangBackend.check(SglangConfig(engine_args={"port": 3}), CONTEXT))
+    assert line == "$.actor_infer.strategy_args.strategy_config.port: not the user's to set. Use nothing: a free one is taken."
 
 
 def test_an_interpreter_that_cannot_be_asked_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
-    (line,) = SglangBackend.check(SglangConfig(python=sys.executable, engine_args={"some_of_its_own": 1}), CONTEXT)
-    assert line.startswith("machine: actor_infer: sglang's argument class could not be asked about some_of_its_own: ModuleNotFoundError")
+    (lack,) = SglangBackend.check(SglangConfig(python=sys.executable, engine_args={"some_of_its_own": 1}), CONTEXT)
+    assert lack.machine and lack.text.startswith("sglang's argument class could not be asked about some_of_its_own: ModuleNotFoundError")
 
 
 @pytest.mark.engines
 def test_sglangs_own_argument_class_judges_the_rest() -> None:
     given = {"max_total_tokens": 1000, "sleep_on_idel": True, "stream_interval": "two", "grammar_backend": "none", "load_balance_method": "x"}
-    lines = SglangBackend.check(SglangConfig(python=fixtures.interpreter(), engine_args=given), CONTEXT)
+    lines = [str(problem) for problem in SglangBackend.check(SglangConfig(python=fixtures.interpreter(), engine_args=given), CONTEXT)]
     assert len(lines) == 3
     assert "sglang has no argument 'sleep_on_idel'. Did you mean 'sleep_on_idle'?" in lines[0]
     assert "stream_interval: 'two': Expected `int`" in lines[1]
@@ -122,7 +128,7 @@ def test_sglangs_own_argument_class_judges_the_rest() -> None:
 
 def test_a_name_of_vllm_is_answered_with_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
-    (line,) = SglangBackend.check(SglangConfig(python="p", engine_args={"tensor_parallel_size": 2}), CONTEXT)
+    (line,) = map(str, SglangBackend.check(SglangConfig(python="p", engine_args={"tensor_parallel_size": 2}), CONTEXT))
     assert line == "$.actor_infer.strategy_args.strategy_config: sglang has no argument 'tensor_parallel_size'. Did you mean 'tp_size'?"
 
 
@@ -130,18 +136,18 @@ def test_an_interpreter_that_imports_sglang_only_as_for_a_cpu_is_asked_so(monkey
     answer = {"unknown": ["stream_intervall"], "wrong": [], "known": ["stream_interval"]}
     monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
     monkeypatch.setattr(arguments, "_asked", lambda python, told, cpu: answer if cpu else "RuntimeError: operator torchvision::nms does not exist")
-    (line,) = SglangBackend.check(SglangConfig(python="p", engine_args={"stream_intervall": 2}), gpu(0, 1))
+    (line,) = map(str, SglangBackend.check(SglangConfig(python="p", engine_args={"stream_intervall": 2}), gpu(0, 1)))
     assert line.endswith("sglang has no argument 'stream_intervall'. Did you mean 'stream_interval'?")
     monkeypatch.setattr(arguments, "_asked", lambda python, told, cpu: f"no, {cpu}")
-    (line,) = SglangBackend.check(SglangConfig(python="p", engine_args={"stream_intervall": 2}), gpu(0, 1))
-    assert line == "machine: actor_infer: sglang's argument class could not be asked about stream_intervall: no, False"
+    (lack,) = SglangBackend.check(SglangConfig(python="p", engine_args={"stream_intervall": 2}), gpu(0, 1))
+    assert lack.machine and lack.text == "sglang's argument class could not be asked about stream_intervall: no, False"
 
 
 @pytest.mark.engines
 @pytest.mark.matrix
 def test_arguments_for_gpus_are_judged_on_a_machine_without_any() -> None:
     """There SGLang imports only as for a CPU."""
-    (line,) = SglangBackend.check(SglangConfig(python=fixtures.interpreter(), engine_args={"stream_intervall": 2}), gpu(0, 1))
+    (line,) = map(str, SglangBackend.check(SglangConfig(python=fixtures.interpreter(), engine_args={"stream_intervall": 2}), gpu(0, 1)))
     assert line == "$.actor_infer.strategy_args.strategy_config: sglang has no argument 'stream_intervall'. Did you mean 'stream_interval'?"
 
 
@@ -156,7 +162,7 @@ def test_adapters_alone_need_the_models_weights_and_one_copy_of_it(monkeypatch: 
     assert "enable_lora" not in server_arguments(SglangConfig(), CONTEXT, 1)
     assert "lora_backend" not in server_arguments(SglangConfig(), gpu(0, lora=context.lora), 1)
     monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
-    random, copies = SglangBackend.check(SglangConfig(python="p", load_format="dummy", dp_size=2), context)
+    random, copies = map(str, SglangBackend.check(SglangConfig(python="p", load_format="dummy", dp_size=2), context))
     assert "load_format: dummy, while adapters alone arrive: the model's weights would stay random. Fix: load_format: auto" in random
     assert "dp_size: SGLang loads adapters into one copy of the model only" in copies
     attached = SglangConfig(base_url="http://h:1")
@@ -198,13 +204,21 @@ def test_an_attached_server_of_another_model_is_refused_where_no_whole_weights_c
     assert attach_problems(config, evolve(CONTEXT, **changes), {**facts, "model_path": str(tmp_path / "link")}) == []
 
 
+def test_the_key_of_a_server_of_ours_is_in_a_file_that_nobody_else_may_read() -> None:
+    server = Server("/bin/cat", {"port": 1}, {}, 1)
+    told = json.loads((server.folder / "arguments.json").read_text(encoding="utf-8"))
+    assert told == {"port": 1, "api_key": server.key}
+    assert server.folder.stat().st_mode & 0o077 == 0
+    server.stop()
+
+
 def test_options_for_a_server_of_ours_are_refused_beside_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_KEY", raising=False)
     config = SglangConfig(base_url="h:1", api_key_env="NO_KEY", engine_args={"page_size": 2})
     given, address, key = SglangBackend.check(config, CONTEXT)
-    assert "page_size cannot be given to a server that is attached to" in given
-    assert "'h:1' is no address" in address
-    assert key.startswith("machine: ")
+    assert "page_size cannot be given to a server that is attached to" in given.text
+    assert "'h:1' is no address" in address.text
+    assert key.machine
 
 
 def build(config: SglangConfig, context: InferenceContext) -> SglangBackend:
@@ -222,7 +236,7 @@ def test_what_it_cannot_be_built_with_is_told_at_once() -> None:
         build(SglangConfig(tp_size=2), fixtures.context(devices=(0, 1, 2, 3)))
     with pytest.raises(ConfigError, match=r"= 2 devices was given 3"):
         build(SglangConfig(tp_size=2), fixtures.context(devices=(0, 1, 2), updates=False))
-    assert build(SglangConfig(dp_size=2), fixtures.context()).transports == ("safetensors",)
+    assert SglangBackend.transports(SglangConfig(dp_size=2), fixtures.context()) == ("safetensors",)
 
 
 def test_an_evaluation_takes_one_server_of_those_that_the_role_has_devices_for() -> None:

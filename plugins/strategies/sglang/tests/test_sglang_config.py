@@ -83,7 +83,8 @@ def backend(folder: Path, devices: tuple[int, ...] = (), **options: Any) -> Sgla
 def test_weights_come_by_what_the_devices_and_the_engine_can(
     tmp_path: Path, devices: tuple[int, ...], options: dict[str, int], expected: tuple[str, ...]
 ) -> None:
-    assert backend(tmp_path, devices, **options).transports == expected
+    context = InferenceContext(None, None, devices=devices)
+    assert SglangBackend.transports(SglangConfig(**options), context) == expected
 
 
 def test_the_turns_of_a_trajectory_go_to_one_copy_and_trajectories_to_all(tmp_path: Path) -> None:

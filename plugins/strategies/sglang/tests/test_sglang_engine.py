@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from turnwise.contracts.inference import GeneratingArgs, Request
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation, int32
 from turnwise.errors import ConfigError, EngineError
+from turnwise_serving.http import Client
 from turnwise_sglang import fixtures
 from turnwise_sglang.backend import SglangBackend
 from turnwise_sglang.config import SglangConfig
@@ -275,8 +277,7 @@ def test_a_request_given_up_leaves_the_server(life: Life) -> None:
 
 def test_responses_in_progress_are_sampled_anew_where_the_pause_aborts_them(life: Life, folder_offer: Offers) -> None:
     async def scene() -> list[Generation]:
-        url = life.backend._links.current.server.url
-        backend = SglangBackend(SglangConfig(base_url=url, pause_mode="abort"), fixtures.context())
+        backend = SglangBackend(fixtures.attach(life.backend._links.current.server, pause_mode="abort"), fixtures.context())
         for wait in WAITS:
             await backend.receive(folder_offer(6, 1))
             tasks = [asyncio.create_task(backend.generate(ask(seed, limit=480, ids=(12,)))) for seed in range(16)]
@@ -295,11 +296,11 @@ def test_responses_in_progress_are_sampled_anew_where_the_pause_aborts_them(life
 
 def test_an_attached_server_that_ignores_seeds_or_is_not_there_is_told(life: Life) -> None:
     async def scene() -> None:
-        url = life.backend._links.current.server.url
-        wrong = SglangBackend(SglangConfig(base_url=url, dp_size=2), fixtures.context())
+        server = life.backend._links.current.server
+        wrong = SglangBackend(fixtures.attach(server, dp_size=2), fixtures.context())
         with pytest.raises(ConfigError, match="has dp_size 1, the configuration 2"):
             await wrong.generate(ask())
-        other = SglangBackend(SglangConfig(base_url=url), fixtures.context(model=fixtures.model(1), updates=False, dtype="bf16"))
+        other = SglangBackend(fixtures.attach(server), fixtures.context(model=fixtures.model(1), updates=False, dtype="bf16"))
         with pytest.raises(
             ConfigError, match=r"and no weights will be sent\. Fix: start it with --model-path /.*\n.*has the dtype float32, the run bf16"
         ):
@@ -313,9 +314,31 @@ def test_an_attached_server_that_ignores_seeds_or_is_not_there_is_told(life: Lif
     life.run(scene())
 
 
+@pytest.mark.parametrize("key", [None, "another"])
+def test_who_lacks_the_servers_key_gets_nothing_from_it(life: Life, key: str | None) -> None:
+    async def scene() -> None:
+        server = life.backend._links.current.server
+        family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        assert not any(server.key in word for process in family for word in process.cmdline())
+        client = Client(server.url, 30.0, key)
+        paths = ("/generate", "/v1/completions", "/update_weights_from_disk", "/pause_generation", "/flush_cache", "/load_lora_adapter_from_tensors")
+        calls = [*(("POST", path) for path in paths), ("GET", "/server_info"), ("GET", "/model_info")]
+        assert {(await client.send(method, path, {})).status_code for method, path in calls} == {401}
+        assert await client.healthy()
+        await client.close()
+        if key is None:
+            unnamed = SglangBackend(SglangConfig(base_url=server.url), fixtures.context())
+            with pytest.raises(EngineError, match=r"SGLang refused /server_info \(401\).* Fix: strategy_config\.api_key_env"):
+                await unnamed.generate(ask())
+            await unnamed.close()
+
+    life.run(scene())
+
+
 def test_the_conformance_kit_passes(life: Life) -> None:
     code = "from turnwise.testing.kit import run_conformance; import sys; sys.exit(run_conformance('sglang', 'inference_backend', strict=True))"
-    environment = {**os.environ, fixtures.URL: life.backend._links.current.server.url}
+    server = life.backend._links.current.server
+    environment = {**os.environ, fixtures.URL: server.url, fixtures.KEY: server.key}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
 
@@ -332,7 +355,8 @@ def trained(folder: Path, server: str, lora: str = "") -> None:
 
 
 def test_a_run_trains_with_an_attached_server(life: Life, tmp_path: Path) -> None:
-    trained(tmp_path, f'base_url: "{life.backend._links.current.server.url}"')
+    told = fixtures.attach(life.backend._links.current.server)
+    trained(tmp_path, f'base_url: "{told.base_url}", api_key_env: {told.api_key_env}')
 
 
 @pytest.mark.matrix

@@ -15,14 +15,15 @@ from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Reque
 from turnwise.contracts.train import Lora, Offer
 from turnwise.data.trajectory import int32
 from turnwise.errors import ConfigError, EngineError, EngineLost
-from turnwise_sglang import link as links
-from turnwise_sglang import memory
-from turnwise_sglang.api import Api, Gone
+from turnwise_serving.http import Gone
+from turnwise_serving.models import sees
+from turnwise_sglang import links
+from turnwise_sglang.api import Api
 from turnwise_sglang.backend import TRIES, SglangBackend
 from turnwise_sglang.config import SglangConfig
-from turnwise_sglang.images import sees
 from turnwise_sglang.link import Link
 from turnwise_sglang.lora import Adapter
+from turnwise_sglang.memory import MEMORY
 from turnwise_sglang.server import Server
 
 PAUSE, DISK, RELEASE, RESUME = "/pause_generation", "/update_weights_from_disk", "/release_memory_occupation", "/resume_memory_occupation"
@@ -224,7 +225,7 @@ def test_a_server_that_dies_of_its_memory_tells_the_phase_and_the_keys(tmp_path:
     ],
 )
 def test_words_about_memory_become_one_line(said: str, told: str) -> None:
-    assert memory.told("it died", said, "the start").startswith(told)
+    assert MEMORY.explained("it died", said, "the start").startswith(told)
 
 
 @pytest.mark.parametrize(("log", "hinted"), [("", True), ("INFO up", True), ("INFO up\nValueError: another reason", False)])
@@ -321,16 +322,16 @@ def test_a_server_that_is_dead_when_it_shall_sleep_or_wake_is_replaced_later(tmp
         dead.alive = False
         await backend.sleep()
         assert fresh.calls == [], "while the backend sleeps nothing takes the memory"
-        await backend.wake()
+        await backend.wake("weights")
         await backend.pause()
         assert fresh.calls == [PAUSE]
         await backend.sleep()
         assert fresh.calls[1:] == ["/flush_cache", RELEASE]
         fresh.alive = False
-        await backend.wake()
+        await backend.wake("weights")
         await backend.pause()
         assert last.calls == [PAUSE]
-        for change, path in ((backend.sleep, RELEASE), (backend.wake, RESUME)):
+        for change, path in ((backend.sleep, RELEASE), (lambda: backend.wake("weights"), RESUME)):
             last.breaks = (path,)
             with pytest.raises(EngineError, match=f"broke off {path} and lives on"):
                 await change()
@@ -385,7 +386,7 @@ def test_what_only_the_models_folder_tells_is_asked_again_when_it_is_there(tmp_p
     assert SglangBackend.check(attached, InferenceContext(Path(), chat, lora=lora)) == []
     with pytest.raises(ConfigError, match="adapters alone for a model that takes images are not supported by sglang"):
         SglangBackend(SglangConfig(), InferenceContext(seeing, chat, lora=lora))
-    (line,) = SglangBackend.check(attached, InferenceContext(seeing, chat))
+    (line,) = map(str, SglangBackend.check(attached, InferenceContext(seeing, chat)))
     assert line.endswith("base_url: an attached SGLang server may keep features of images from old weights. Fix: python in place of base_url")
     with pytest.raises(ConfigError, match="an attached SGLang server may keep features"):
         SglangBackend(attached, InferenceContext(seeing, chat))

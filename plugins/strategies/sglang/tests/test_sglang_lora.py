@@ -186,7 +186,7 @@ def test_an_adapter_that_arrives_in_mid_generation_divides_the_response(backend:
 
 
 def test_what_is_no_adapter_of_the_model_is_refused(backend: SglangBackend, run: Any, adapters: Adapters, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="whole weights and adapters alone were mixed up"):
+    with pytest.raises(EngineError, match="brings whole weights, and SGLang was started for adapters alone"):
         run(backend.receive(Offer("safetensors", 9, {"folder": str(fixtures.model())})))
     with pytest.raises(EngineError, match="cannot read the adapters in"):
         run(backend.receive(offered(adapters(1), 9, "safetensors", {"folder": str(tmp_path)})))

@@ -71,7 +71,7 @@ def served(sizes: dict[str, int], dtype: str, transports: tuple[str, ...], atol:
 
         backend = run(build())
         try:
-            assert backend.transports == transports
+            assert backend.transports(config, fixtures.context(dtype=dtype)) == transports
             parity(run, backend, 0, atol)
             for version, transport in enumerate(transports, 1):
                 assert run(update(backend, transport, version, version % 2)) == version
@@ -103,7 +103,7 @@ async def update(backend: SglangBackend, transport: str, version: int, model: in
     if transport == "safetensors":
         return await backend.receive(Offer(transport, version, {"folder": str(fixtures.model(model))}))
     hub = Hub("", torch.device("cpu"), 60.0)
-    sender: Any = Sender(backend.receivers, 60.0) if transport == "shared_memory" else hub.sender(backend.receivers)
+    sender: Any = Sender(backend.receivers(transport), 60.0) if transport == "shared_memory" else hub.sender(backend.receivers(transport))
     state = load_causal_lm(fixtures.model(model), "fp32", "eager").state_dict()
     sending = asyncio.create_task(asyncio.to_thread(sender.send, buckets(state.items(), 1)))
     try:

@@ -18,7 +18,7 @@ from turnwise.contracts.chat import ModelSourceContext
 from turnwise.contracts.inference import GeneratingArgs, Request
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation
-from turnwise.errors import EngineError
+from turnwise.errors import EngineError, EnvironmentFailure
 from turnwise_sglang import fixtures
 from turnwise_sglang.backend import SglangBackend
 from turnwise_sglang.config import SglangConfig
@@ -173,7 +173,11 @@ def test_a_prompt_that_does_not_fit_its_images_is_refused(backend: SglangBackend
     image = picture(0, 56, 84)
     good = ask(chat, 0, image)
     sampled = np.append(good.ids, np.int32(Vision(chat.folder).token))  # type: ignore[arg-type]
-    cases = [(good.ids, (image, image), "holds 1 of its 2 images"), (good.ids, (picture(0, 28, 28),), "does not fit its images")]
-    for ids, images, message in [*cases, (sampled, (image,), "an image token that the model sampled")]:
-        with pytest.raises(EngineError, match=message):
+    cases: list[Any] = [
+        (good.ids, (image, image), EngineError, "holds 1 of its 2 images"),
+        (good.ids, (picture(0, 28, 28),), EngineError, "does not fit its images"),
+        (sampled, (image,), EnvironmentFailure, "an image token that the model sampled"),
+    ]
+    for ids, images, kind, message in cases:
+        with pytest.raises(kind, match=message):
             run(backend.generate(Request(0, good.args, LIMIT, ids=ids, images=images)))

@@ -30,6 +30,7 @@ from turnwise_torch import lora
 from turnwise_torch.broadcast import Member
 from turnwise_torch.config import FsdpConfig, TorchConfig
 from turnwise_torch.objective import build_loss
+from turnwise_torch.sending import Sending
 from turnwise_torch.state import STATE_FILE
 from turnwise_torch.strategy import TorchStrategy
 from turnwise_torch.stream import receive
@@ -192,7 +193,7 @@ def first(me: Rank) -> dict[str, Any]:
             continue
         strategy = me.build(case)
         out[name] = outcome(strategy, me.share)
-        if name in ("untied", "critic", "adapters"):
+        if name in ("untied", "critic", "adapters", "bf16"):
             strategy.export(me.folder / f"{name} out")
         if name == "bf16":
             masters = strategy.optimizer.masters.values()  # type: ignore[union-attr]
@@ -210,6 +211,7 @@ def first(me: Rank) -> dict[str, Any]:
     strategy = me.build(Case({**DOUBLE, "model": me.folder / "vision"}))
     out["images"] = seen(strategy, picture_update(me.folder), np.array([me.rank]))
     strategy.close()
+    out["skipped"] = skipped(me)
     out["stream"] = stream(me)
     if importlib.util.find_spec("peft") is not None:
         out["adapters alone"] = adapters_alone(me)
@@ -221,7 +223,7 @@ def first(me: Rank) -> dict[str, Any]:
     noise = torch.rand(3)
     out["whole"] = {"noise": noise, **outcome(strategy, me.share, (3, 4))}
     torch.save(out, me.folder / f"first-{me.rank}.pt")
-    strategy._step = lambda lr: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    strategy.optimizer.step = lambda lr: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
     strategy.update(update(0))
     raise AssertionError("it should not live")
 
@@ -237,10 +239,23 @@ def reference(me: Rank) -> dict[str, Any]:
     return out
 
 
+def skipped(me: Rank) -> dict[str, Any]:
+    """Of two ranks the second alone has a loss that is not finite."""
+    strategy = me.build(CASES["tied"])
+    before, given = {n: t.clone() for n, t in strategy.weights()}, update(0)
+    rows = given.rows.select(me.share(given.rows))
+    broken = {**rows.columns, "advantages": np.full(len(rows.columns["coef"]), np.nan)}
+    result = strategy.update(evolve(given, rows=evolve(rows, columns=broken) if me.rank else rows))
+    stays = all(torch.equal(tensor, before[name]) for name, tensor in strategy.weights())
+    again = strategy.update(evolve(given, rows=rows))
+    strategy.close()
+    return {"result": result, "stays": stays, "norm": again.grad_norm}
+
+
 def stream(me: Rank) -> dict[str, torch.Tensor]:
     strategy = me.build(Case({"dtype": "bf16", "bucket_bytes": 5000}))
     ways = {"shared_memory": receive, "process_group": Member(torch.device("cpu")).receive}
-    assert strategy.transports == (*ways, "safetensors")
+    assert strategy.transports(strategy.config, strategy.context) == (*ways, "safetensors")
     reads = [read(strategy, strategy.offer(transport, 1), way) for transport, way in ways.items()]
     strategy.close()
     if me.rank:
@@ -264,7 +279,8 @@ def adapters_alone(me: Rank) -> dict[str, Any]:
     if me.rank == 0:
         reads["safetensors"] = load_file(Path(offers[-1].payload["folder"]) / lora.ADAPTER_WEIGHTS)
         shutil.copytree(offers[-1].payload["folder"], me.folder / "adapters alone")
-    strategy.context = evolve(strategy.context, weight_sync_timeout=0.2)
+    strategy.sending.close()
+    strategy.sending = Sending(evolve(strategy.context, weight_sync_timeout=0.2), strategy.device, strategy)
     failed = ""
     try:
         strategy.send(strategy.offer("shared_memory", 2))

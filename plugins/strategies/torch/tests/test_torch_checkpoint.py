@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
+from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoModelForCausalLM
 
 from turnwise.contracts.train import LossChoice, Objective
@@ -18,6 +21,7 @@ from turnwise.data.rows import Update
 from turnwise.errors import CheckpointError
 from turnwise_torch.fixtures import tiny_model
 from turnwise_torch.models import VALUE_HEAD_FILE, load_value_model
+from turnwise_torch.parts import FACTS_FILE, FORMAT
 from turnwise_torch.state import STATE_FILE
 from turnwise_torch.strategy import TorchStrategy
 
@@ -153,3 +157,26 @@ def test_an_exported_critic_keeps_its_head(build: Build, update: Update, tmp_pat
     assert (tmp_path / VALUE_HEAD_FILE).is_file()
     assert torch.equal(load_value_model(tmp_path, "fp32", "sdpa").value_head.weight, critic.model.value_head.weight)
     assert np.array_equal(build(model=tmp_path, head="value").values(update.rows), critic.values(update.rows))
+
+
+class Planted:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_state_in_parts_that_would_run_code_is_refused_before_it_does(build: Build, tmp_path: Path, deep: bool) -> None:
+    strategy, ran = build(), tmp_path / "ran"
+    facts = {"format": FORMAT, "head": "lm", "dtype": "fp32", "trainable": "True", "lora": "none", "updates": "1"}
+    (tmp_path / FACTS_FILE).write_text(json.dumps(facts))
+    planted = Metadata({"master/x": Planted(ran)}) if deep else Planted(ran)  # type: ignore[dict-item]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(planted))
+    with pytest.raises(CheckpointError, match=r"names .*touch, which no training state does, and was not read\. Fix: ") as caught:
+        strategy.load(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert not ran.exists()

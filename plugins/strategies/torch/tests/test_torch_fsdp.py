@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from pathlib import Path
@@ -70,6 +71,17 @@ def start(folder: Path, phase: str) -> tuple[list[int], str]:
 def found(folder: Path, phase: str) -> dict[str, list[Any]]:
     of_rank = [torch.load(folder / f"{phase}-{rank}.pt", weights_only=False) for rank in range(2)]
     return {name: [of[name] for of in of_rank] for name in of_rank[0]}
+
+
+def test_no_rank_makes_a_step_where_one_has_a_loss_that_is_not_finite(folder: Path, ranks: dict[str, list[Any]]) -> None:
+    one, other = ranks["skipped"]
+    assert [found["result"].skipped for found in (one, other)] == [True, True]
+    assert [np.isfinite(found["result"].loss) for found in (one, other)] == [True, False]
+    assert one["stays"]
+    assert other["stays"]
+    assert merge_results([one["result"], other["result"]]).skipped
+    expected = build(CASES["tied"], folder).update(update(0))
+    assert one["norm"] == other["norm"] == pytest.approx(expected.grad_norm, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -179,6 +191,8 @@ def test_an_export_is_a_model_folder_written_once(folder: Path, ranks: dict[str,
     expected = ranks["untied"][0]["weights"]
     loaded = AutoModelForCausalLM.from_pretrained(folder / "untied out", dtype=torch.float64)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+    for name, dtype in {"untied": "float64", "bf16": "bfloat16"}.items():
+        assert json.loads((folder / f"{name} out" / "config.json").read_text())["dtype"] == dtype
     if "adapters" in ranks:
         assert (folder / "adapters out" / "adapter" / "adapter_model.safetensors").is_file()
     head = load_file(folder / "critic out" / VALUE_HEAD_FILE)

@@ -15,7 +15,7 @@ from turnwise.data.rows import Update
 from turnwise.errors import EngineError, OutOfMemory, TrainerError
 from turnwise_torch import models
 from turnwise_torch.broadcast import Broadcast, Member
-from turnwise_torch.guard import Savings, out_of_memory_told
+from turnwise_torch.guard import Savings, out_of_memory_named
 from turnwise_torch.strategy import TorchStrategy
 from turnwise_torch.stream import Sender, receive
 
@@ -46,7 +46,7 @@ MOVING = rf"devices of its own in actor_train\.device_mapping, .* or set {SPREAD
     [
         ("weights", lambda s, f: s.export(f), f"the export of actor_train. Fix: {HOLDING}"),
         ("weights", lambda s, f: s.send(s.offer("shared_memory", 1)), f"the sending of weights of actor_train. Fix: {SENDING}"),
-        ("_new_sender", lambda s, f: s.offer("process_group", 1), f"the offer of weights of actor_train. Fix: {SENDING}"),
+        ("sending.new_sender", lambda s, f: s.offer("process_group", 1), f"the offer of weights of actor_train. Fix: {SENDING}"),
         ("model.to", lambda s, f: s.offload(), f"offloading of actor_train. Fix: {MOVING}"),
         ("optimizer.move", lambda s, f: s.onload(), f"onloading of actor_train. Fix: {MOVING}"),
         ("optimizer.state", lambda s, f: s.save(f), f"the checkpoint of actor_train. Fix: {HOLDING}"),
@@ -97,7 +97,7 @@ def test_loading_without_memory_is_no_damaged_folder(build: Build, monkeypatch: 
 
 
 def test_the_cpus_allocator_is_recognised_and_other_errors_pass() -> None:
-    with pytest.raises(OutOfMemory, match="out of memory, in values of critic"), out_of_memory_told("values", "critic", "infer", Savings("", "")):
+    with pytest.raises(OutOfMemory, match="out of memory, in values of critic"), out_of_memory_named("values", "critic", "infer", Savings("", "")):
         torch.empty(1 << 55)
-    with pytest.raises(RuntimeError, match="shape"), out_of_memory_told("values", "critic", "infer", Savings("", "")):
+    with pytest.raises(RuntimeError, match="shape"), out_of_memory_named("values", "critic", "infer", Savings("", "")):
         raise RuntimeError("shape")

@@ -41,8 +41,6 @@ def double(*values: float) -> Tensor:
 class Linear:
     """−A·ratio, with a metric of its own."""
 
-    uses_ratio = True
-
     def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
         return -view.advantages * view.log_ratio.exp(), {"mine": view.advantages}
 

@@ -166,7 +166,7 @@ def test_the_mask_is_causal_within_a_sample() -> None:
 def test_flash_attention_gets_one_row_whose_positions_begin_again_and_no_mask(build: Build, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the package at hand: what the model is called with."""
     strategy = build(**packed(60))
-    strategy.context = evolve(strategy.context, attn_implementation="flash_attention_2")
+    strategy.feed.context = evolve(strategy.context, attn_implementation="flash_attention_2")
     backbone = models.backbone_of(strategy.model)
     monkeypatch.setattr(models, "attention_of", lambda model: "flash_attention_2")
     seen = []
@@ -221,7 +221,7 @@ def test_learned_positions_are_packed_too(rows: Rows, tmp_path: Path) -> None:
 
 
 def test_packing_without_budgets_or_with_flex_attention_is_refused(build: Build) -> None:
-    with pytest.raises(ConfigError, match=r"actor_train\.use_sequence_packing needs both token budgets"):
+    with pytest.raises(ConfigError, match=r"actor_train\.use_sequence_packing: needs both token budgets"):
         build(use_sequence_packing=True)
     with pytest.raises(ConfigError, match=r"flex_attention is not packed by strategy torch\. Fix: model_args\.attn_implementation: sdpa"):
         build(attn_implementation="flex_attention", **packed(60))

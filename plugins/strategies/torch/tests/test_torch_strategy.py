@@ -18,10 +18,11 @@ from turnwise.data.rows import Rows, Update
 from turnwise.errors import ConfigError, EngineError, TrainerError
 from turnwise.plugins import registry
 from turnwise_torch import shared
-from turnwise_torch.base import gpu_memory
 from turnwise_torch.config import TorchConfig
+from turnwise_torch.device import gpu_memory
 from turnwise_torch.fixtures import strategy_fixture
 from turnwise_torch.strategy import TorchStrategy
+from turnwise_torch.stream import Sender
 
 Build = Callable[..., TorchStrategy]
 
@@ -165,15 +166,30 @@ def test_training_raises_the_log_prob_of_rewarded_tokens(build: Build, rows: Row
     assert (strategy.logprobs(rows) - before)[rewarded].mean() > 0.3
 
 
-def test_a_loss_that_is_not_finite_is_told_and_nothing_moves(build: Build, update: Update) -> None:
-    strategy = build()
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_update_whose_loss_is_not_finite_is_skipped_and_the_next_is_as_if_it_had_not_been(build: Build, update: Update, dtype: str) -> None:
+    strategy, other = build(dtype=dtype), build(dtype=dtype)
     columns = {**update.rows.columns, "advantages": np.full(len(update.rows.columns["coef"]), np.nan)}
     before = weights(strategy)
-    with pytest.raises(TrainerError, match=r"update 1 of actor_train has loss nan .* no step was made") as caught:
-        strategy.update(evolve(update, rows=evolve(update.rows, columns=columns)))
-    assert "\n" not in str(caught.value)
+    result = strategy.update(evolve(update, rows=evolve(update.rows, columns=columns)))
+    assert result.skipped
+    assert np.isnan(result.loss)
+    assert not [name for name in result.sums if name.startswith("policy/")]
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in strategy.model.named_parameters())
-    strategy.update(update)
+    got, expected = strategy.update(update), other.update(update)
+    assert (got.loss, got.grad_norm, got.sums) == (expected.loss, expected.grad_norm, expected.sums)
+    assert not strategy.update(update).skipped
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing_though_the_loss_is(build: Build, update: Update) -> None:
+    strategy = build()
+    before = weights(strategy)
+    strategy.model.lm_head.weight.register_hook(lambda gradient: gradient * np.inf)  # type: ignore[union-attr, operator]
+    result = strategy.update(update)
+    assert result.skipped
+    assert np.isfinite(result.loss)
+    assert not np.isfinite(result.grad_norm)
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in strategy.model.named_parameters())
 
 
 def test_the_memory_of_a_gpu_is_a_metric_and_a_cpu_has_none(build: Build, update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +229,7 @@ def test_a_reference_has_no_optimizer_and_does_not_train(build: Build, update: U
 
 def test_a_critic_learns_the_returns(build: Build, rows: Rows) -> None:
     critic = build(role="critic", head="value", objective=Objective(LossChoice("ppo")))
-    assert critic.transports == ()
+    assert critic.transports(critic.config, critic.context) == ()
     assert (critic.values(rows) == 0).all()
     n = len(rows.columns["coef"])
     columns = {**rows.columns, "coef": np.full(n, 1 / n), "returns": np.sin(np.arange(n)) + 1, "values": np.zeros(n)}
@@ -234,7 +250,7 @@ def test_a_critic_learns_the_returns(build: Build, rows: Rows) -> None:
         ({"dtype": "fp16"}, r"actor_train.model_args.dtype: fp16 cannot be trained"),
         ({"temperature": 0.0}, r"needs a sampling temperature over 0"),
         ({"attn_implementation": "flash_attention_2"}, r"needs dtype bf16 or fp16"),
-        ({"objective": None}, r"actor_train is trainable but has no objective"),
+        ({"objective": None}, r"actor_train: trainable, but it has no objective"),
         ({"objective": Objective(LossChoice("ppo"), kl_loss_type="k5")}, r"kl_loss_type: unknown KL estimator 'k5'"),
     ],
 )
@@ -246,8 +262,9 @@ def test_what_cannot_work_is_refused_before_the_model_is_loaded(build: Build, ch
 def test_a_missing_package_is_the_machines_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     context = TrainContext(model=Path("/nowhere"), role="reference", trainable=False, attn_implementation="flash_attention_2")
-    problems = TorchStrategy.check(TorchConfig(), context)
-    assert problems == ["machine: reference.model_args.attn_implementation: flash_attention_2 needs the package flash_attn. Fix: sdpa"]
+    (lack,) = TorchStrategy.check(TorchConfig(), context)
+    assert lack.machine
+    assert str(lack) == "$.reference.model_args.attn_implementation: flash_attention_2 needs the package flash_attn. Fix: sdpa"
 
 
 def test_a_shared_offer_names_the_living_model_until_close(build: Build, update: Update) -> None:
@@ -301,14 +318,14 @@ def test_weights_leave_in_buckets_of_their_size_one_made_after_the_other(build: 
             begun.append(pair[0])
             yield pair
 
-    def send(made: Iterator[list[tuple[str, torch.Tensor]]]) -> None:
+    def send(sender: Sender, made: Iterator[list[tuple[str, torch.Tensor]]]) -> None:
         for bucket in made:
             sent.append([name for name, _ in bucket])
             if len(sent) == 1:
                 assert len(begun) < len(every), "the whole model was gathered before the first bucket left"
 
     monkeypatch.setattr(strategy, "weights", weights_one_by_one)
-    monkeypatch.setattr(strategy._sender, "send", send)
+    monkeypatch.setattr(Sender, "send", send)
     strategy.send(offer)
     assert [name for bucket in sent for name in bucket] == list(every)
     assert len(sent) > 1
@@ -333,8 +350,6 @@ def test_offload_and_onload_change_nothing(build: Build, update: Update) -> None
 
 def test_a_policy_loss_of_another_plugin_is_used_with_its_metrics(build: Build, update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine:
-        uses_ratio = False
-
         def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
             return view.extras["versions"] + 1.0 - view.log_probs, {"halves": torch.full_like(view.coef, 0.5)}
 

@@ -30,7 +30,7 @@ async def send(backend: Any, named: Any, version: int, size: int = 20_000, sende
         await backend.pause()
         await backend.resume()
     transport = "shared_memory" if sender is None else "process_group"
-    sender = sender or Sender(backend.receivers, 120)
+    sender = sender or Sender(backend.receivers("shared_memory"), 120)
 
     def work() -> None:
         with contextlib.suppress(Exception):  # the receiver tells what went wrong
@@ -103,7 +103,7 @@ class Lab:
 
     def off(self, model: Any, request: Request, answer: Any, chosen: slice | np.ndarray = slice(None)) -> float:
         """How far the answer's log-probs are from those of `model`, at most, over the `chosen` tokens."""
-        from turnwise_vllm.fixtures import log_probs
+        from turnwise_torch.fixtures import log_probs
 
         expected = log_probs(model, np.concatenate([request.ids, answer.ids]), request.args.temperature)[-len(answer.ids) :]
         return float(np.abs(answer.logprobs - expected)[chosen].max())
@@ -136,6 +136,14 @@ def models(lab: Lab) -> Callable[[int], Any]:
 def stream() -> Callable[..., Any]:
     """`stream(backend, named, version)`: a coroutine that sends weights by shared memory."""
     return send
+
+
+@pytest.fixture(scope="module")
+def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """vLLM's cache is a new folder, as on a machine that never ran it: there it inspects a model's class, which else it remembers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("vllm_cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,7 +81,7 @@ def test_log_probs_are_those_of_pefts_model_after_an_update(bench: Any, tmp_path
     from turnwise_torch.broadcast import Hub
 
     lab, trainer = bench
-    assert lab.backend.receivers == 1
+    assert lab.backend.receivers("shared_memory") == 1
     model, tensors, config = trainer.adapters(2 + len(transport), place=tmp_path)
     cached = lab.request(7, length=140)
     lab.ask(cached)  # its prompt is in the cache of the adapters before
@@ -147,18 +144,20 @@ def test_whole_weights_are_refused(bench: Any) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("mode", ["server", "attach"])
 def test_a_server_takes_adapters_alone(make_lab: Callable[..., Any], adapted: Callable[..., Any], mode: str) -> None:
+    from turnwise_serving.fixtures import started
     from turnwise_vllm.config import VllmConfig
-    from turnwise_vllm.server import ServerProcess
+    from turnwise_vllm.process import Server
 
     lora = Lora(4, 6, sync="adapter")
     options: dict[str, Any] = {"load_format": "auto", "mode": mode}
     process = None
     if mode == "attach":
-        from turnwise_vllm.fixtures import model_context
+        from turnwise_vllm.fixtures import KEY, attach, model_context
 
-        process = ServerProcess(VllmConfig(mode="server"), evolve(model_context(), lora=lora))
-        options = {"mode": mode, "base_url": process.address, "load_format": "auto", "start_timeout": 200.0}
-        wait_for(process)
+        process = Server(VllmConfig(mode="server"), evolve(model_context(), lora=lora))
+        attach(process)
+        options = {"mode": mode, "base_url": process.url, "api_key_env": KEY, "load_format": "auto", "start_timeout": 200.0}
+        started(process)
     try:
         for again in range(2 if mode == "attach" else 1):  # the second run finds the first one's adapters there
             lab = make_lab(options, lora=lora)
@@ -188,20 +187,9 @@ def engine_dies(lab: Any) -> None:
     """The engine's own process ends under the server's: the backend says that it is lost, and goes on saying so."""
     import psutil
 
-    children = psutil.Process(lab.backend._engine._process._process.pid).children(recursive=True)
+    children = psutil.Process(lab.backend._engine._process.pid).children(recursive=True)
     (engine,) = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
     engine.kill()
     for _ in range(2):
         with pytest.raises(EngineLost, match=r"Its engine died|is gone"):
             lab.ask(lab.request(9, tokens=100))
-
-
-def wait_for(process: Any) -> None:
-    """Until the server answers."""
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        assert process.ended() is None, process.ended()
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{process.address}/health", timeout=5):
-            return
-        time.sleep(0.25)
-    raise AssertionError("the server did not start")

@@ -6,9 +6,6 @@ import asyncio
 import importlib.util
 import json
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +20,10 @@ from turnwise.errors import ConfigError, EngineError, MachineError
 from turnwise_vllm import arguments, inference_backends
 from turnwise_vllm.backend import VllmBackend
 from turnwise_vllm.config import RUNTIME_BYTES, VllmConfig
-from turnwise_vllm.requests import Answer, are_ours, generation, sampling, versions_of
-from turnwise_vllm.server import ServedEngine, server_command
+from turnwise_vllm.guard import Guard
+from turnwise_vllm.process import server_command, server_environment
+from turnwise_vllm.requests import Answer, are_ours, generation, sampling
+from turnwise_vllm.server import ServedEngine
 
 GB = 10**9
 TP, PP, SHARE = "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization"
@@ -123,7 +122,7 @@ def test_the_record_needs_the_engine_and_runs_it() -> None:
     ],
 )
 def test_options_are_checked_without_starting_anything(options: dict[str, Any], devices: tuple[int, ...], told: str | None) -> None:
-    lines = VllmBackend.check(VllmConfig(**options), InferenceContext(None, None, devices=devices))
+    lines = [str(problem) for problem in VllmBackend.check(VllmConfig(**options), InferenceContext(None, None, devices=devices))]
     if told is None:
         assert lines == []
     else:
@@ -134,9 +133,9 @@ def test_options_are_checked_without_starting_anything(options: dict[str, Any], 
 @pytest.mark.usefixtures("engine_source")
 def test_processes_on_cpus_have_no_memory_to_give_back_though_they_have_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "cpu_build", lambda: True)
-    (line,) = VllmBackend.check(VllmConfig(enable_sleep_mode=True), InferenceContext(None, None, devices=(0, 1)))
-    assert line.startswith("machine: actor_infer: strategy_config.enable_sleep_mode needs vLLM for GPUs, and its build for CPUs is installed. Fix: ")
-    with pytest.raises(MachineError, match=r"^actor_infer: strategy_config\.enable_sleep_mode needs vLLM for GPUs"):
+    (lack,) = VllmBackend.check(VllmConfig(enable_sleep_mode=True), InferenceContext(None, None, devices=(0, 1)))
+    assert lack.machine and lack.text.startswith("needs vLLM for GPUs, and its build for CPUs is installed. Fix: ")
+    with pytest.raises(MachineError, match=r"^\$\.actor_infer\.strategy_args\.strategy_config\.enable_sleep_mode: needs vLLM for GPUs"):
         VllmBackend(VllmConfig(enable_sleep_mode=True), InferenceContext(folder, Letters(), devices=(0,)))  # type: ignore[arg-type]
     assert VllmBackend.check(VllmConfig(enable_sleep_mode=True, mode="attach", base_url="http://x"), InferenceContext(None, None, devices=(0,))) == []
 
@@ -146,9 +145,9 @@ def test_adapters_alone_get_the_smallest_rank_that_vllm_has(folder: Path, rank: 
     context = InferenceContext(folder, Letters(), lora=Lora(rank, rank, sync="adapter"))  # type: ignore[arg-type]
     made = arguments.engine_arguments(VllmConfig(), context, cpu=True)
     assert (made["enable_lora"], made["max_loras"], made["max_lora_rank"]) == (True, 1, served)
-    assert VllmBackend.adapters
+    assert VllmConfig().capabilities.adapters
     backend = VllmBackend(VllmConfig(tensor_parallel_size=2), context)
-    assert backend.receivers == 1
+    assert backend.receivers("shared_memory") == 1
     asyncio.run(backend.close())
     assert "enable_lora" not in arguments.engine_arguments(VllmConfig(), InferenceContext(folder, None), cpu=True)
 
@@ -162,7 +161,7 @@ def test_adapters_alone_get_the_smallest_rank_that_vllm_has(folder: Path, rank: 
 )
 def test_adapters_alone_need_a_base_and_a_rank_that_vllm_takes(options: dict[str, Any], rank: int, told: str) -> None:
     context = InferenceContext(None, None, lora=Lora(rank, 8, sync="adapter"))
-    (line,) = VllmBackend.check(VllmConfig(**options), context)
+    (line,) = map(str, VllmBackend.check(VllmConfig(**options), context))
     assert told in line
 
 
@@ -173,7 +172,7 @@ def test_a_model_that_sees_needs_torchvision_in_its_process(folder: Path, monkey
     with monkeypatch.context() as there:
         there.chdir(folder)  # before a run `check` has no folder to look into
         assert VllmBackend.check(VllmConfig(), InferenceContext(Path(), None)) == []
-    (line,) = VllmBackend.check(VllmConfig(), InferenceContext(folder, None))
+    (line,) = map(str, VllmBackend.check(VllmConfig(), InferenceContext(folder, None)))
     assert "need torchvision, and it is not installed" in line
     assert VllmBackend.check(VllmConfig(mode="server"), InferenceContext(folder, None)) == []
     found["torchvision"] = object()
@@ -191,9 +190,9 @@ def test_argument_names_are_those_of_the_real_engine() -> None:
 
 
 def test_an_engine_on_gpus_sleeps_only_where_it_was_told_to_be_able_to(folder: Path) -> None:
-    assert "enable_sleep_mode: true" in VllmBackend.cannot_sleep(VllmConfig())
-    assert VllmBackend.cannot_sleep(VllmConfig(enable_sleep_mode=True)) == ""
-    assert VllmBackend.cannot_sleep(VllmConfig(mode="attach", base_url="http://127.0.0.1:1")) == ""
+    assert "enable_sleep_mode: true" in VllmConfig().capabilities.cannot_sleep
+    assert VllmConfig(enable_sleep_mode=True).capabilities.cannot_sleep == ""
+    assert VllmConfig(mode="attach", base_url="http://127.0.0.1:1").capabilities.cannot_sleep == ""
     awake = SimpleNamespace(_context=InferenceContext(folder, None, devices=(0,)), _config=VllmConfig())
     with pytest.raises(EngineError, match=r"without sleep mode\. Fix: strategy_config\.enable_sleep_mode: true"):
         asyncio.run(VllmBackend.sleep(awake))  # type: ignore[arg-type]
@@ -207,6 +206,14 @@ def test_an_update_after_which_the_engine_serves_another_version_is_told(folder:
     backend = SimpleNamespace(_adapters=None, _context=InferenceContext(folder, None))
     with pytest.raises(EngineError, match="version 3 of the weights was sent, and vLLM serves 2"):
         asyncio.run(VllmBackend._update(backend, Engine(), Offer("safetensors", 3, {"folder": "x"})))  # type: ignore[arg-type]
+
+
+def test_a_models_own_code_runs_in_the_engine_only_where_the_run_says_so(folder: Path) -> None:
+    for trusted in (False, True):
+        made = arguments.engine_arguments(VllmConfig(), InferenceContext(folder, None, trust_remote_code=trusted), cpu=False)
+        assert made["trust_remote_code"] is trusted
+    (line,) = VllmBackend.check(VllmConfig(engine_args={"trust_remote_code": True}), InferenceContext(None, None))
+    assert "engine_args.trust_remote_code: set by the run. Fix: leave it out, and set trust_remote_code" in str(line)
 
 
 def test_arguments_of_a_cpu_are_small_and_those_of_gpus_are_the_engines(folder: Path) -> None:
@@ -277,10 +284,61 @@ def test_the_text_ends_at_the_stop_string_and_the_ids_do_not(included: bool, tex
     assert answer.ids.tolist() == [65, 66, 67]
 
 
-def test_every_token_carries_the_version_of_its_span() -> None:
-    assert versions_of(Answer([1] * 5, [0.0] * 5, [("default", 0, 2), ("7", 2, 5)], "stop")).tolist() == [0, 0, 7, 7, 7]
-    with pytest.raises(EngineError, match="the weight version of 2 of 3 tokens"):
-        versions_of(Answer([1] * 3, [0.0] * 3, [("7", 0, 2)], "stop"))
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/collective_rpc", [], 401),
+        ("/v1/models", [(b"authorization", b"Bearer other")], 401),
+        ("/pause", [(b"authorization", b"Basic the-key")], 401),
+        ("/collective_rpc", [(b"authorization", b"Bearer the-key")], 200),
+        ("/health", [], 200),
+        ("/health/other", [], 401),
+    ],
+)
+def test_a_server_of_the_run_answers_who_has_its_key(monkeypatch: pytest.MonkeyPatch, path: str, headers: list[Any], status: int) -> None:
+    """vLLM itself guards its routes of requests alone: not those of weights, nor the one that calls any method of its workers."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def scene() -> None:
+        guard = Guard(app)
+        for kind in ("http", "lifespan"):
+            sent: list[Any] = []
+
+            async def send(message: Any, sent: list[Any] = sent) -> None:
+                sent.append(message)
+
+            await guard({"type": kind, "path": path, "headers": headers}, None, send)
+            assert sent[0]["status"] == (status if kind == "http" else 200)
+
+    monkeypatch.setenv("VLLM_API_KEY", "the-key")
+    asyncio.run(scene())
+
+
+def test_the_servers_key_is_in_its_environment_alone(folder: Path) -> None:
+    context = InferenceContext(folder, None)
+    assert server_environment(VllmConfig(mode="server"), context, True, "the-key")["VLLM_API_KEY"] == "the-key"
+    command = server_command({}, 1)
+    assert command[command.index("--middleware") + 1] == "turnwise_vllm.guard.Guard"
+
+
+@pytest.mark.usefixtures("engine_source")
+def test_the_key_of_an_attached_server_is_in_a_variable_that_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_KEY", raising=False)
+    context = InferenceContext(None, None)
+    (line,) = VllmBackend.check(VllmConfig(mode="attach", base_url="http://h:1", api_key_env="NO_KEY"), context)
+    assert line.machine and "the environment variable NO_KEY with the server's key is not set. Fix: set it" in line.text
+    (line,) = VllmBackend.check(VllmConfig(mode="attach", base_url="h:1"), context)
+    assert "'h:1' is no address" in line.text
+    (line,) = VllmBackend.check(VllmConfig(mode="server", api_key_env="NO_KEY"), context)
+    assert "api_key_env: is for mode attach, and mode is server" in str(line)
+
+
+def test_the_roles_devices_are_positions_within_what_the_run_may_see(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    values = server_environment(VllmConfig(mode="server"), InferenceContext(folder, None, devices=(1, 2)), False, "the-key")
+    assert values["CUDA_VISIBLE_DEVICES"] == "5,6"
 
 
 def test_log_probs_that_are_no_numbers_are_an_error() -> None:
@@ -359,23 +417,7 @@ def test_without_a_model_it_refuses_in_one_line() -> None:
 def test_weights_go_from_gpu_to_gpu_first_and_through_shared_memory_on_a_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def transports(devices: tuple[int, ...], cpu: bool) -> tuple[str, ...]:
         monkeypatch.setattr("turnwise_vllm.backend.cpu_build", lambda: cpu)
-        return VllmBackend(VllmConfig(), InferenceContext(folder, Letters(), devices=devices)).transports  # type: ignore[arg-type]
+        return VllmBackend.transports(VllmConfig(), InferenceContext(None, None, devices=devices))
 
     assert transports((), True)[0] == transports((0,), True)[0] == transports((), False)[0] == "shared_memory"
     assert transports((0,), False) == ("process_group", "shared_memory", "safetensors")
-
-
-def test_a_server_ends_with_a_parent_that_was_killed() -> None:
-    child = "import os; from turnwise_vllm.serve import end_with; parent = os.getppid(); print(os.getpid(), flush=True); end_with(parent)"
-    parent = f"""
-import os, subprocess, sys
-started = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PIPE, text=True, start_new_session=True)
-print(started.stdout.readline(), flush=True)
-os._exit(9)
-"""
-    told = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=120, check=False)
-    status = Path(f"/proc/{int(told.stdout)}/stat")
-    deadline = time.monotonic() + 30
-    while status.exists() and status.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, "it lives on"
-        time.sleep(0.1)

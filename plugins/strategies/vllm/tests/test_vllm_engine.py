@@ -155,7 +155,7 @@ def test_weights_come_by_a_process_group_update_after_update(lab: Any, models: M
     hub = Hub("", torch.device("cpu"), 60.0)
     groups = set()
     for seed in (2, 1):
-        assert lab.runner.run(lab.send(models(seed).state_dict().items(), sender=hub.sender(lab.backend.receivers))) == lab.version
+        assert lab.runner.run(lab.send(models(seed).state_dict().items(), sender=hub.sender(lab.backend.receivers("process_group")))) == lab.version
         request = lab.request(11)
         (answer,) = lab.ask(request)
         assert lab.off(models(seed), request, answer) < CLOSE

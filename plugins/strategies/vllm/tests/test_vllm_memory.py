@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
 from turnwise.contracts.inference import InferenceContext
 from turnwise.errors import EngineError, EngineLost
-from turnwise_vllm import memory
 from turnwise_vllm.config import VllmConfig
 from turnwise_vllm.engine import LocalEngine
-from turnwise_vllm.server import ServedEngine, ServerProcess
+from turnwise_vllm.memory import MEMORY
+from turnwise_vllm.process import Server
+from turnwise_vllm.server import ServedEngine
 
 CUDA = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.1 GiB"
 BLOCKS = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine."
@@ -43,14 +43,12 @@ CACHE = "Fix: lower max_model_len, max_num_batched_tokens or max_num_seqs, or ra
     ],
 )
 def test_words_about_memory_become_one_line(said: str, when: str, begins: str, fix: str) -> None:
-    told = memory.told("it died.", f"Traceback\n{said}\nRuntimeError: cancelled", when)
+    told = MEMORY.explained("it died.", f"Traceback\n{said}\nRuntimeError: cancelled", when)
     assert told.startswith(begins) and fix in told and "\n" not in told
 
 
 def test_other_words_change_nothing() -> None:
-    assert memory.told("it died", "RuntimeError: an illegal memory access was encountered", "sampling") == "it died"
-    assert memory.killed(1) == ""
-    assert "if main memory was full, lower kv_cache_memory_bytes or max_num_seqs of actor_infer" in memory.killed(-9)
+    assert MEMORY.explained("it died", "RuntimeError: an illegal memory access was encountered", "sampling") == "it died"
 
 
 @pytest.mark.parametrize(
@@ -62,15 +60,15 @@ def test_other_words_change_nothing() -> None:
     ],
 )
 def test_routes_and_steps_belong_to_a_phase(name: str, when: str) -> None:
-    assert memory.phase(name) == when
+    assert MEMORY.phase(name) == when
 
 
 def served(log: Path | None) -> ServedEngine:
     """As after the start of a server that wrote `log` (None: one that is attached to)."""
     engine = ServedEngine(VllmConfig(mode="attach", base_url="http://h:1"), InferenceContext(None, None))
     if log is not None:
-        engine._process = ServerProcess.__new__(ServerProcess)
-        engine._process._log = cast(Any, type("Log", (), {"name": str(log)}))
+        engine._process = Server.__new__(Server)
+        engine._process.log = log
     return engine
 
 
@@ -84,8 +82,21 @@ def test_a_servers_log_tells_why_its_engine_died(tmp_path: Path) -> None:
     assert isinstance(told, EngineLost)
     assert str(told).startswith("out of memory, in the weight update of actor_infer: the vLLM server answered")
     assert engine._process is not None
-    assert engine._process.last() == CUDA
+    assert engine._process.tail() == CUDA
     assert str(served(None)._gone("it is gone", "/pause")) == "it is gone"
+
+
+def test_the_reason_of_an_error_that_stands_on_its_second_line_is_reported(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "Traceback (most recent call last):\npydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+        "  Value error, Model architectures ['X'] failed to be inspected. [type=value_error]\n    For further information visit …\n",
+        encoding="utf-8",
+    )
+    engine = served(log)
+    assert engine._process is not None
+    told = engine._process.tail()
+    assert told.endswith("1 validation error for ModelConfig Value error, Model architectures ['X'] failed to be inspected. [type=value_error]")
 
 
 class Dead:
@@ -115,7 +126,7 @@ def test_an_engine_of_this_process_tells_what_it_knows(errored: bool, cause: Exc
         assert told == f"out of memory, in sampling of actor_infer: {what}. {ALL}"
     elif errored:
         assert told.startswith(
-            f"{what}, in sampling of actor_infer. Its own messages above tell why. Fix: after an out-of-memory lower gpu_memory_util"
+            f"{what}, in sampling of actor_infer. Its own messages above say why. Fix: after an out-of-memory lower gpu_memory_util"
         )
     else:
         assert told == what

@@ -39,15 +39,36 @@ def attached(runner: asyncio.Runner) -> Iterator[Any]:
     """A backend attached to the server that the kit uses too."""
     from turnwise_vllm import fixtures
     from turnwise_vllm.backend import VllmBackend
-    from turnwise_vllm.config import VllmConfig
 
-    backend = VllmBackend(VllmConfig(mode="attach", base_url=fixtures.server().address), fixtures.model_context())
+    backend = VllmBackend(fixtures.attach(fixtures.server()), fixtures.model_context())
     yield backend
     runner.run(backend.close())
 
 
 def test_the_conformance_kit_passes_with_the_real_engine() -> None:
     assert run_conformance("vllm", "inference_backend", strict=True) == 0
+
+
+@pytest.mark.parametrize("key", [None, "another"])
+def test_who_lacks_the_servers_key_gets_nothing_from_it(key: str | None) -> None:
+    import psutil
+
+    from turnwise_serving.http import Client
+    from turnwise_vllm import fixtures
+
+    server = fixtures.server()
+    family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    assert not any(server.key in word for process in family for word in process.cmdline())
+
+    async def scene() -> list[int]:
+        client = Client(server.url, 30.0, key)
+        calls = [("POST", path) for path in ("/inference/v1/generate", "/v1/completions", "/collective_rpc", "/update_weights", "/pause", "/sleep")]
+        statuses = [(await client.send(method, path, {})).status_code for method, path in [*calls, ("GET", "/server_info"), ("GET", "/metrics")]]
+        assert await client.healthy()
+        await client.close()
+        return statuses
+
+    assert set(asyncio.run(scene())) == {401}
 
 
 def test_weights_stream_into_the_server_and_cached_prompts_are_read_again(runner: asyncio.Runner, attached: Any) -> None:
@@ -57,9 +78,10 @@ def test_weights_stream_into_the_server_and_cached_prompts_are_read_again(runner
     import torch
 
     from turnwise.contracts.inference import GeneratingArgs, Request
+    from turnwise_torch.fixtures import log_probs
     from turnwise_torch.models import load_causal_lm
     from turnwise_torch.stream import Sender, buckets
-    from turnwise_vllm.fixtures import log_probs, model_context
+    from turnwise_vllm.fixtures import model_context
 
     model = load_causal_lm(model_context().model, "fp32", "eager")
     ids = np.random.default_rng(0).integers(3, 20, 140).astype(np.int32)
@@ -147,22 +169,20 @@ def test_a_server_of_other_sizes_is_told_with_both(runner: asyncio.Runner, attac
 
 
 def test_a_connection_that_breaks_off_fails_its_request_alone(runner: asyncio.Runner, attached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import aiohttp
-
+    from turnwise_serving.http import Gone
     from turnwise_vllm.fixtures import backend_fixture
 
     runner.run(attached._started())
-    session, broken = attached._engine._session, []
+    client, broken = attached._engine._client, []
+    real = client.send
 
-    class Once:
-        async def __aenter__(self) -> Any:
+    async def once(method: str, path: str, *more: Any, **options: Any) -> Any:
+        if not broken:
             broken.append(1)
-            raise aiohttp.ServerDisconnectedError
+            raise Gone("the connection was closed")
+        return await real(method, path, *more, **options)
 
-        async def __aexit__(self, *error: object) -> None: ...
-
-    real = session.request
-    monkeypatch.setattr(session, "request", lambda method, url, **more: real(method, url, **more) if broken else Once())
+    monkeypatch.setattr(client, "send", once)
     request = backend_fixture()["request"](0)
     with pytest.raises(EngineError, match="the vLLM server broke off /inference/v1/generate") as told:
         runner.run(attached.generate(request))
@@ -191,7 +211,7 @@ def test_a_server_that_dies_fails_every_request_at_once(runner: asyncio.Runner, 
         await attached.pause()  # so that the requests are there when it dies
         tasks = [asyncio.create_task(attached.generate(request(seed))) for seed in range(3)]
         await asyncio.sleep(0.5)
-        os.killpg(fixtures.server()._process.pid, signal.SIGKILL)
+        os.killpg(fixtures.server().pid, signal.SIGKILL)
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
 
     for told in runner.run(scene()):

@@ -20,6 +20,7 @@ from turnwise.errors import EngineError
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.timeout(300),
+    pytest.mark.usefixtures("empty_cache"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"),
 ]
 CLOSE = 1e-4
@@ -85,7 +86,7 @@ class Seeing:
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory, vision_options: dict[str, Any]) -> Iterator[Seeing]:
+def seeing(tmp_path_factory: pytest.TempPathFactory, vision_options: dict[str, Any], empty_cache: None) -> Iterator[Seeing]:
     """The server, started once."""
     seeing = Seeing(tmp_path_factory.mktemp("seeing"), vision_options)
     yield seeing

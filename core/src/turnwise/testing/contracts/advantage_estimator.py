@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from attrs import evolve
 
-from turnwise.contracts.estimator import EstimatorContext
+from turnwise.contracts.estimator import EstimatorCapabilities, EstimatorContext
 from turnwise.data.batch import Batch
+from turnwise.data.normalise import RewardNormalization
 from turnwise.data.trajectory import Trajectory
 from turnwise.testing.compare import same
 from turnwise.testing.subject import Subject
@@ -21,14 +22,15 @@ def build(implementation: Subject) -> Any:
     return implementation.build(implementation.supplied.get("context", EstimatorContext()))
 
 
-def prepared(estimator: Any, made: list[Trajectory], cut: Cut = one_row) -> Batch:
+def prepared(implementation: Subject, made: list[Trajectory], cut: Cut = one_row) -> Batch:
     """The batch with every column that the estimator needs, equal for equal trajectories whatever the rows."""
     batch = batch_of(made, cut)
     order = batch.tokens["trajectory"][batch.sampled]
-    for name in sorted(estimator.needs - set(batch.tokens)):
+    for name in sorted(implementation.capabilities(EstimatorCapabilities).needs - set(batch.tokens)):
         column = np.zeros(len(batch.tokens))
         for row, (seed, member) in enumerate(zip(batch.trajectories["seed"], batch.trajectories["member"])):
             mine = batch.sampled[order == row]
+            # Drawn by what identifies a trajectory: renumbered groups and other cuts get the same values.
             column[mine] = np.random.default_rng([int(seed), int(member)]).standard_normal(len(mine))
         batch = batch.with_tokens(**{name: column})
     return batch
@@ -43,10 +45,11 @@ def by_trajectory(batch: Batch, values: np.ndarray) -> dict[tuple[int, int], np.
 
 def test_shapes_and_types(implementation: Subject) -> None:
     estimator = build(implementation)
-    assert isinstance(estimator.needs, frozenset)
+    assert isinstance(implementation.capabilities(EstimatorCapabilities).needs, frozenset)
     assert isinstance(estimator.token_rewards, bool)
     assert isinstance(estimator.whiten, bool)
-    batch = prepared(estimator, trajectories())
+    assert estimator.normalization is None or isinstance(estimator.normalization, RewardNormalization)
+    batch = prepared(implementation, trajectories())
     for name, values in zip(("advantages", "returns"), estimator.compute(batch)):
         assert values.shape == (len(batch.tokens),), f"{name} have the shape {values.shape}; one value per token is {len(batch.tokens)}."
         assert values.dtype == np.float64, f"{name} are {values.dtype}; statistics are taken in float64."
@@ -55,8 +58,9 @@ def test_shapes_and_types(implementation: Subject) -> None:
 
 def test_nothing_stands_outside_the_mask(implementation: Subject) -> None:
     estimator = build(implementation)
+    # In one row prompts stand between the turns, in a row per turn before them: both leave places outside the mask.
     for cut in (one_row, row_per_turn):
-        batch = prepared(estimator, trajectories(), cut)
+        batch = prepared(implementation, trajectories(), cut)
         for name, values in zip(("advantages", "returns"), estimator.compute(batch)):
             leaked = values[~batch.tokens["response_mask"]]
             assert not leaked.any(), f"{int((leaked != 0).sum())} tokens that were not sampled have {name}. Fix: multiply with the response mask."
@@ -67,7 +71,7 @@ def test_the_numbers_of_the_groups_do_not_matter(implementation: Subject) -> Non
     made = trajectories(groups=4)
     swapped = [evolve(t, group=(2, 0, 3, 1)[t.group]) for t in made]
     results = []
-    for batch in (prepared(estimator, made), prepared(estimator, swapped)):
+    for batch in (prepared(implementation, made), prepared(implementation, swapped)):
         results.append([by_trajectory(batch, values) for values in estimator.compute(batch)])
     for name, first, second in zip(("advantages", "returns"), *results):
         for key, values in first.items():
@@ -76,7 +80,7 @@ def test_the_numbers_of_the_groups_do_not_matter(implementation: Subject) -> Non
 
 def test_the_rows_do_not_matter(implementation: Subject) -> None:
     estimator = build(implementation)
-    whole, cut = (prepared(estimator, trajectories(), how) for how in (one_row, row_per_turn))
+    whole, cut = (prepared(implementation, trajectories(), how) for how in (one_row, row_per_turn))
     for name, first, second in zip(("advantages", "returns"), estimator.compute(whole), estimator.compute(cut)):
         message = f"{name} differ between one row per trajectory and one row per turn. Fix: recurse over batch.sampled, not over rows."
         np.testing.assert_allclose(second[cut.sampled], first[whole.sampled], rtol=1e-6, atol=1e-9, err_msg=message)
@@ -91,13 +95,13 @@ def test_groups_of_one_and_groups_without_variance_are_finite(implementation: Su
         "one trajectory": trajectories(groups=1, members=1),
         "a trajectory without turns alone": [trajectories(groups=1, members=2)[1]],
     }.items():
-        for values in estimator.compute(prepared(estimator, made)):
+        for values in estimator.compute(prepared(implementation, made)):
             assert np.isfinite(values).all(), f"{case}: the result is not finite."
 
 
 def test_it_is_deterministic_and_leaves_the_batch_as_it_was(implementation: Subject) -> None:
     estimator = build(implementation)
-    batch = prepared(estimator, trajectories())
+    batch = prepared(implementation, trajectories())
     tables = [batch.trajectories, batch.turns, batch.samples, batch.tokens]
     before = [{name: column.copy() for name, column in table.items()} for table in tables]
     first, second = estimator.compute(batch), estimator.compute(batch)

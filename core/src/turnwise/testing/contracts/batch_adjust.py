@@ -1,4 +1,4 @@
-"""What every batch-adjust policy keeps: it invents no row, is a function of its input, and `updates` tells what `plan` does."""
+"""What every batch-adjust policy keeps: it invents no row, is a function of its input, and `updates` says what `plan` does."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ CASES = [(unit, rows) for unit in (2, 4, 8) for rows in (1, 3, 8, 13, 16, 40)]
 
 def given(rows: int, seed: int = 0) -> AdjustInput:
     """`rows` rows dealt unevenly to trajectories, some of which have none."""
+    # The last trajectory never owns a row: a policy that counts owners finds one fewer than there are.
     owner = np.sort(np.random.default_rng(rows).integers(0, TRAJECTORIES - 1, rows)).astype(np.int64)
     return AdjustInput(trajectory=owner, trajectories=TRAJECTORIES, seed=seed)
 
@@ -31,7 +32,7 @@ def test_it_invents_nothing(implementation: Subject, unit: int, rows: int) -> No
 
 
 @pytest.mark.parametrize(("unit", "rows"), CASES)
-def test_updates_tells_how_many_plan_makes(implementation: Subject, unit: int, rows: int) -> None:
+def test_updates_says_how_many_plan_makes(implementation: Subject, unit: int, rows: int) -> None:
     policy = implementation.build(AdjustContext(unit, TRAJECTORIES))
     planned = len(policy.plan(given(rows)))
     assert policy.updates(rows) == planned, f"unit {unit}, {rows} rows: updates() says {policy.updates(rows)}, plan() made {planned}."
@@ -42,6 +43,7 @@ def test_it_is_deterministic_under_the_seed_alone(implementation: Subject) -> No
     plans = []
     for _ in range(2):
         policy = implementation.build(AdjustContext(4, TRAJECTORIES))
+        # A plan before the one that counts: a generator kept from call to call would show in the second.
         policy.plan(given(7, seed=9))
         plans.append([(update.rows, update.weights) for update in policy.plan(given(13, seed=5))])
     assert same(plans[0], plans[1]), "two plans of one input and seed differ."

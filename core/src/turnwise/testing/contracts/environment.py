@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from attrs import define, field
 
-from turnwise.contracts.environment import check_reset, check_step
+from turnwise.contracts.environment import Response, check_reset, check_step, takes_response
 from turnwise.testing.compare import changed, global_random_state, global_seed, same
 from turnwise.testing.subject import Subject
 
 KIND = "environment"
 STEPS = 20
 SEEDS = range(8)
+LARGEST_SEED = 2**32 - 1
 TEXTS = ("", "a", "b", "0", "1", "yes", "left", "<answer>1</answer>")
 
 
@@ -44,9 +45,10 @@ class Hand:
 
     def reset(self, seed: int) -> None:
         tasks = getattr(self.environment, "num_tasks", None)
+        # The seed names the task too, so that equal seeds are equal episodes.
         options = {} if tasks is None else {"options": {"index": seed % tasks}}
         observation, self._info = check_reset(self.call(self.environment.reset(seed=seed, **options)), "environment")
-        self.log, self.done = [observation, _told(self._info)], False
+        self.log, self.done = [observation, _reported(self._info)], False
         self._draw = np.random.default_rng(0)  # the same choices for every seed: what differs comes from the environment
 
     def step(self) -> None:
@@ -55,7 +57,7 @@ class Hand:
         answer = check_step(self.call(self.environment.step(action)), "environment")
         observation, reward, terminated, truncated, self._info = answer
         self.done = terminated or truncated
-        self.log += [action, observation, reward, terminated, truncated, _told(self._info)]
+        self.log += [action, observation, reward, terminated, truncated, _reported(self._info)]
 
     def play(self, seed: int) -> list[Any]:
         self.reset(seed)
@@ -66,7 +68,7 @@ class Hand:
         return self.log
 
 
-def _told(info: dict[str, Any]) -> dict[str, Any]:
+def _reported(info: dict[str, Any]) -> dict[str, Any]:
     return {key: info[key] for key in ("state_key", "success", "actions") if key in info}
 
 
@@ -86,6 +88,10 @@ def test_other_seeds_differ_somewhere(implementation: Subject, runner: asyncio.R
     logs = [player.play(seed) for seed in SEEDS]
     observations = [[part for part in log if not isinstance(part, dict)] for log in logs]
     assert not all(same(observations[0], other) for other in observations[1:]), f"seeds 0 to {len(SEEDS) - 1} give one and the same episode."
+
+
+def test_the_largest_seed_is_taken(implementation: Subject, runner: asyncio.Runner) -> None:
+    hand(implementation, runner).play(LARGEST_SEED)
 
 
 def test_the_process_global_random_state_is_left_untouched(implementation: Subject, runner: asyncio.Runner) -> None:
@@ -168,6 +174,19 @@ def test_an_empty_action_is_answered(implementation: Subject, runner: asyncio.Ru
     player = hand(implementation, runner)
     player.reset(0)
     check_step(player.call(player.environment.step("")), "environment")  # '' is what the manager sends when it found no action
+
+
+def test_an_environment_that_takes_the_response_plays_with_and_without_it(implementation: Subject, runner: asyncio.Runner) -> None:
+    player = hand(implementation, runner)
+    if not takes_response(player.environment):
+        return  # it reads the action alone
+    for whole in ({"response": None}, {"response": Response("<think>no</think>", "length", 4)}, {"response": Response("", "stop")}, {}):
+        player.reset(0)
+        try:
+            answer = player.call(player.environment.step("", **whole))
+        except (TypeError, AttributeError) as error:
+            raise AssertionError(f"step fails with {whole or 'no response'}: {error}. Fix: def step(self, action, response=None).") from error
+        check_step(answer, "environment")
 
 
 def check_images(log: list[Any]) -> None:

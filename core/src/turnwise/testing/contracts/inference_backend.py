@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.contracts.inference import GeneratingArgs, Request
+from turnwise.contracts.inference import BackendCapabilities, GeneratingArgs, Request
 from turnwise.data.trajectory import Generation, int32
+from turnwise.errors import Problem
 from turnwise.testing.subject import Subject
 
 KIND = "inference_backend"
@@ -49,6 +50,7 @@ async def answers(backend: Any, asked: Sequence[Request]) -> list[Generation]:
     try:
         return await asyncio.wait_for(asyncio.gather(*[backend.generate(request) for request in asked]), LONGEST)
     finally:
+        # Tests ask the same backend again with fewer requests, and it would wait for as many as before.
         backend.live(0)
 
 
@@ -72,11 +74,21 @@ def test_answers_have_the_shape_of_the_contract(implementation: Subject, runner:
     runner.run(backend.close())
 
 
+def test_what_it_declares_is_what_it_does(implementation: Subject) -> None:
+    backend, context = build(implementation), implementation.need("context")
+    assert isinstance(implementation.capabilities(BackendCapabilities), BackendCapabilities)
+    assert backend.input in ("ids", "messages")
+    assert all(isinstance(problem, Problem) for problem in implementation.entry.target().check(implementation.config, context))
+    for transport in implementation.transports(context):
+        assert backend.receivers(transport) >= 1, f"nobody reads an offer of {transport!r}, which it says it takes."
+
+
 def test_log_probs_are_those_of_the_reference(implementation: Subject, runner: asyncio.Runner) -> None:
     backend = build(implementation)
     if backend.input == "messages":
         return  # it has no log-probs to compare
     reference, atol = implementation.need("reference_logprobs"), implementation.supplied.get("atol", 1e-3)
+    # Greedy sampling has no temperature to divide by: its log-probs are those of temperature 1.
     for temperature, used in ((TEMPERATURE, TEMPERATURE), (0.0, 1.0)):
         asked = requests(implementation, backend, temperature=temperature)
         for request, answer in zip(asked, ask(runner, backend, asked)):
@@ -100,6 +112,7 @@ def test_one_seed_gives_one_answer_alone_or_among_others(implementation: Subject
     alone = [ask(runner, backend, [request])[0].text for request in asked]
     assert together == again, "the same requests were answered otherwise the second time."
     assert together == alone, "an answer depends on the requests beside it."
+    # Several seeds, as one may give the same short answers by chance.
     others = [[a.text for a in ask(runner, backend, requests(implementation, backend, seed=100 * k))] for k in range(1, 5)]
     assert any(other != together for other in others), "other seeds change nothing."
     runner.run(backend.close())
@@ -107,7 +120,7 @@ def test_one_seed_gives_one_answer_alone_or_among_others(implementation: Subject
 
 def test_a_weight_update_is_seen_in_the_versions(implementation: Subject, runner: asyncio.Runner) -> None:
     backend = build(implementation)
-    if not backend.transports:
+    if not implementation.transports(implementation.need("context")):
         return  # a player has no weights
     offer = implementation.need("offer")
     for version in (1, 2):
@@ -120,7 +133,7 @@ def test_a_weight_update_is_seen_in_the_versions(implementation: Subject, runner
 
 def test_a_paused_backend_keeps_requests_until_it_resumes(implementation: Subject, runner: asyncio.Runner) -> None:
     backend = build(implementation)
-    if not backend.transports:
+    if not implementation.transports(implementation.need("context")):
         return  # a player has no weights and is never paused
 
     async def scene() -> list[Generation]:
@@ -138,7 +151,8 @@ def test_a_paused_backend_keeps_requests_until_it_resumes(implementation: Subjec
 def test_it_sleeps_wakes_and_closes_twice(implementation: Subject, runner: asyncio.Runner) -> None:
     backend = build(implementation)
     runner.run(backend.sleep())
-    runner.run(backend.wake())
+    runner.run(backend.wake("weights"))
+    runner.run(backend.wake("cache"))
     assert len(ask(runner, backend, requests(implementation, backend))) == PROMPTS
     runner.run(backend.close())
     runner.run(backend.close())

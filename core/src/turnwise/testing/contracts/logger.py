@@ -72,6 +72,7 @@ def test_it_resumes_in_the_same_folder_and_at_the_start(implementation: Subject,
         first.trajectories(step, "train", trajectories(groups=1))
     first.close()
     second = build(implementation, folder)
+    # Steps 2 and 3 were logged before the run fell back to a checkpoint of step 2.
     second.resume(2)
     second.scalars(2, {"policy/loss": 20.0})
     second.trajectories(2, "train", trajectories(groups=1))

@@ -56,6 +56,14 @@ def test_rendered_ids_are_int32_and_the_same_twice(implementation: Subject, tmp_
     assert chat.stop_ids, "the chat has no id that ends an assistant's turn."
 
 
+def test_an_argument_that_the_template_does_not_read_is_refused(implementation: Subject, tmp_path: Path) -> None:
+    source, folder = prepared(implementation, tmp_path / "cache")
+    chat, text = source.chat(folder), implementation.need("texts")[0]
+    np.testing.assert_array_equal(chat.with_args({}).render([user(text)]), chat.render([user(text)]))
+    with pytest.raises(ConfigError):
+        chat.with_args({"no_such_argument": True})
+
+
 def test_text_that_continues_a_prompt_decodes_to_itself(implementation: Subject, tmp_path: Path) -> None:
     source, folder = prepared(implementation, tmp_path / "cache")
     chat = source.chat(folder)
@@ -63,6 +71,18 @@ def test_text_that_continues_a_prompt_decodes_to_itself(implementation: Subject,
         written = chat.continue_text(chat.render([user(text)]), text)
         assert chat.decode(written).strip() == text
         assert chat.decode(np.append(written, np.int32(chat.stop_ids[0]))).strip() == text, "decode shows the end of the turn."
+
+
+def test_special_tokens_are_no_text_wherever_they_were_sampled(implementation: Subject, tmp_path: Path) -> None:
+    source, folder = prepared(implementation, tmp_path / "cache")
+    chat = source.chat(folder)
+    for text in implementation.need("texts"):
+        written = chat.continue_text(chat.render([user(text)]), text)
+        for stop in chat.stop_ids:
+            shown = chat.decode(np.array([stop], np.int32), special=True)
+            middle = chat.decode(np.concatenate([written, [np.int32(stop)], written]))
+            assert not shown or shown not in middle, f"decode shows {shown!r} in the middle of a response; environments would read it."
+        assert not chat.begins_image(written), f"begins_image takes {text!r} for an image."
 
 
 def test_the_continuation_equals_the_whole_dialogue_rendered(implementation: Subject, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.contracts.loss import LossContext, LossView
+from turnwise.contracts.loss import LossCapabilities, LossContext, LossView
 from turnwise.testing.subject import Subject
 
 KIND = "policy_loss"
@@ -60,7 +60,7 @@ def view(columns: dict[str, Any]) -> LossView:
 
 def test_shape_and_metrics(implementation: Subject, torch: Any) -> None:
     policy_loss = build(implementation)
-    assert isinstance(policy_loss.uses_ratio, bool)
+    assert isinstance(implementation.capabilities(LossCapabilities), LossCapabilities)
     columns = random_columns(torch)
     columns["log_probs"].requires_grad_()
     loss, metrics = policy_loss.loss(view(columns))
@@ -87,6 +87,7 @@ def test_gradient_flows_through_the_new_log_probs_alone(implementation: Subject,
 def test_the_order_of_the_samples_does_not_matter(implementation: Subject, torch: Any) -> None:
     columns = random_columns(torch)
     starts = torch.cumsum(torch.tensor((0, *LENGTHS)), 0)
+    # Whole samples are moved: the tokens of one stay together, as in every micro-batch.
     order = torch.cat([torch.arange(int(starts[s]), int(starts[s + 1])) for s in (2, 0, 3, 1)])
     policy_loss = build(implementation)
     plain, _ = policy_loss.loss(view(columns))
@@ -96,6 +97,7 @@ def test_the_order_of_the_samples_does_not_matter(implementation: Subject, torch
 
 def test_it_is_finite_at_extremes(implementation: Subject, torch: Any) -> None:
     columns = {name: c.float() if c.is_floating_point() else c for name, c in random_columns(torch, EXTREME_LOG_PROB / 4, EXTREME_ADVANTAGE).items()}
+    # Both ends of the clamp: a token that the new policy all but excludes, and one that the old one did.
     ends = torch.tensor([-EXTREME_LOG_PROB, -1e-6])
     columns["log_probs"][:2], columns["old_log_probs"][:2] = ends, ends.flip(0)
     columns["log_probs"][2:4] = columns["old_log_probs"][2:4]  # a ratio of exactly one

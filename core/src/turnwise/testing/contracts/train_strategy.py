@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from turnwise.contracts.train import Lora, TrainContext
+from turnwise.contracts.train import Lora, StrategyCapabilities, TrainContext
 from turnwise.data.rows import Rows, Update
-from turnwise.errors import CheckpointError
+from turnwise.errors import CheckpointError, Problem
 from turnwise.testing.subject import Subject
 from turnwise.testing.synthetic import training_rows
 
@@ -32,6 +32,11 @@ def rows(implementation: Subject) -> Rows:
 
 def update(implementation: Subject, lr: float | None = None) -> Update:
     return Update(rows(implementation), implementation.supplied.get("lr", 1e-3) if lr is None else lr)
+
+
+def test_what_is_wrong_is_returned_as_problems(implementation: Subject) -> None:
+    found = implementation.entry.target().check(implementation.config, implementation.need("context"))
+    assert all(isinstance(problem, Problem) for problem in found), "check must return turnwise.errors.Problem records."
 
 
 def test_log_probs_are_those_of_the_reference(implementation: Subject) -> None:
@@ -59,6 +64,18 @@ def test_an_update_raises_what_has_a_positive_advantage(implementation: Subject)
     assert result.grad_norm > 0
     assert all(np.isfinite(pair).all() and pair[1] >= 0 for pair in result.sums.values())
     assert after.mean() > before.mean(), "the log-probs of tokens with advantage 1 did not rise."
+    strategy.close()
+
+
+def test_an_update_that_is_not_finite_is_skipped(implementation: Subject) -> None:
+    strategy, given = build(implementation), update(implementation)
+    before = strategy.logprobs(given.rows)
+    columns = {**given.rows.columns, "advantages": np.full(len(before), np.nan)}
+    result = strategy.update(evolve(given, rows=evolve(given.rows, columns=columns)))
+    assert result.skipped, "an update of a loss that is not finite was not skipped. Fix: make no step, return UpdateResult(…, skipped=True)."
+    assert all(np.isfinite(pair).all() for pair in result.sums.values()), "a skipped update reports sums that are not finite. Fix: leave them out."
+    np.testing.assert_array_equal(strategy.logprobs(given.rows), before, "a skipped update moved the weights.")
+    assert not strategy.update(given).skipped, "after a skipped update the next one was skipped, too."
     strategy.close()
 
 
@@ -108,7 +125,7 @@ def test_a_folder_without_a_state_is_refused(implementation: Subject, tmp_path: 
 
 def test_offers_name_their_transport_and_version_and_travel(implementation: Subject) -> None:
     strategy = build(implementation)
-    for transport in strategy.transports:
+    for transport in implementation.transports(implementation.need("context")):
         offer = strategy.offer(transport, 7)
         assert (offer.transport, offer.version) == (transport, 7)
         if transport != "shared":
@@ -117,11 +134,12 @@ def test_offers_name_their_transport_and_version_and_travel(implementation: Subj
 
 
 def test_adapters_travel_alone_where_it_says_so(implementation: Subject) -> None:
-    if not getattr(implementation.entry.target(), "adapters", False):
+    if not implementation.capabilities(StrategyCapabilities).adapters:
         return  # it sends whole weights
     pytest.importorskip("peft", reason="adapters need PEFT: pip install 'turnwise-torch[lora]'")
-    strategy = build(implementation, lora=Lora(rank=2, alpha=4, sync="adapter"))
-    for transport in set(strategy.transports) - {"shared"}:
+    lora = Lora(rank=2, alpha=4, sync="adapter")
+    strategy = build(implementation, lora=lora)
+    for transport in set(implementation.transports(evolve(implementation.need("context"), lora=lora))) - {"shared"}:
         offer = strategy.offer(transport, 7)
         assert offer.adapter is not None, f"the offer by {transport!r} does not say that it brings adapters alone."
         assert (offer.adapter["r"], offer.adapter["lora_alpha"]) == (2, 4)

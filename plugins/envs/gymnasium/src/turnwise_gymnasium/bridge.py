@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 
 from turnwise.errors import ConfigError, EnvironmentFailure, MachineError
-from turnwise_gymnasium.observations import is_discrete, is_image, key_of, text_of
+from turnwise_gymnasium.observations import field_texts, is_discrete, is_image, key_of, text_of
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -41,9 +41,6 @@ class GymnasiumBridge:
         ):
             if not isinstance(value, kind):
                 raise ConfigError(f"{option} is {value!r}, {self._where}. Fix: {wanted}.")
-        for name in _PLACEHOLDER.findall(template):
-            if name not in ("observation", "actions"):
-                raise ConfigError(f"template has the placeholder {{{name}}}, {self._where}. Fix: {{observation}} and {{actions}} are known.")
         self._template = template
         self._invalid_penalty = _finite("invalid_penalty", invalid_penalty, self._where)
         if self._invalid_penalty > 0:
@@ -51,12 +48,20 @@ class GymnasiumBridge:
         self._success_reward = None if success_reward is None else _finite("success_reward", success_reward, self._where)
         self._env = _make(env_id, dict(env_kwargs or {}), self._where)
         space = self._env.action_space
+        # Closed here, for nobody closes a bridge whose making failed.
         if not isinstance(space, gymnasium.spaces.Discrete):
             self._env.close()
             raise ConfigError(
                 f"the actions are {space}, {self._where}; the bridge plays Discrete actions only. Fix: choose another environment or wrap it."
             )
+        known = ["observation", "actions", *(_fields(self._env.observation_space))]
+        for name in _PLACEHOLDER.findall(template):
+            if name not in known:
+                self._env.close()
+                named = ", ".join(f"{{{one}}}" for one in known)
+                raise ConfigError(f"template has the placeholder {{{name}}}, {self._where}. Fix: {named} are known.")
         self._names = _names(action_names, space, self._where)
+        # A Discrete space may begin at another number than 0.
         self._actions = {name.lower(): int(space.start) + i for i, name in enumerate(self._names)}
         self._image = is_image(self._env.observation_space)
         self._keyed = is_discrete(self._env.observation_space)
@@ -102,11 +107,13 @@ class GymnasiumBridge:
         """The template filled in: a string, or content parts around the picture where the observation is one."""
         known = {"actions": ", ".join(self._names)}
         if not self._image:
-            known["observation"] = text_of(self._observation)
+            known = {**field_texts(self._observation), **known, "observation": text_of(self._observation)}
+            # Not str.format: what stands in other braces is text.
             return _PLACEHOLDER.sub(lambda match: known[match[1]], self._template)
         parts: list[dict[str, Any]] = []
         for i, text in enumerate(self._template.split("{observation}")):
             if i:
+                # A copy: the environment may draw its next picture into the same array.
                 parts.append({"type": "image", "image": np.array(self._observation, np.uint8)})
             if text.strip():
                 parts.append({"type": "text", "text": text.replace("{actions}", known["actions"])})
@@ -139,6 +146,11 @@ def _make(env_id: str, env_kwargs: dict[str, Any], where: str) -> Any:
         raise ConfigError(f"{where} cannot be made: {error} Fix: env_id, or module:EnvId to import the module that registers it.") from error
     except TypeError as error:
         raise ConfigError(f"{where} does not take env_kwargs {sorted(env_kwargs)}: {error}") from error
+
+
+def _fields(space: Any) -> list[str]:
+    """The names of a dictionary's fields."""
+    return list(space.spaces) if isinstance(space, gymnasium.spaces.Dict) else []
 
 
 def _names(given: Sequence[str | int] | None, space: Any, where: str) -> tuple[str, ...]:

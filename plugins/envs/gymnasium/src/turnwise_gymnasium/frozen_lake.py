@@ -12,7 +12,8 @@ from turnwise.errors import ConfigError, EnvironmentFailure, did_you_mean
 from turnwise_gymnasium.drawing import draw_lake
 from turnwise_gymnasium.levels import SPLITS, Level, make_level, moves
 
-ACTIONS = ("Left", "Down", "Right", "Up")  # Gymnasium's order
+# Gymnasium's order.
+ACTIONS = ("Left", "Down", "Right", "Up")
 OBSERVATIONS = ("grid", "relative", "both")
 INSTRUCTION = (
     "You walk on a frozen lake. Reach the goal and do not fall into a hole. "
@@ -21,7 +22,9 @@ INSTRUCTION = (
 _INDEX = {name.lower(): i for i, name in enumerate(ACTIONS)}
 _SYMBOLS = str.maketrans("SFHG", "__OG")
 _HERE = {"S": "P", "F": "P", "H": "X", "G": "√"}
-_SIDEWAYS = (1.0 - 1.0 / 3.0) / 2.0  # Gymnasium's rate of slipping to either side
+# Gymnasium's rate of slipping to either side.
+_SIDEWAYS = (1.0 - 1.0 / 3.0) / 2.0
+# Summed up as Gymnasium does, so that a draw beside a bound falls to the same side.
 _FIRST, _SECOND, _THIRD = (float(x) for x in np.cumsum([_SIDEWAYS, 1.0 / 3.0, _SIDEWAYS]))
 
 
@@ -73,7 +76,8 @@ class FrozenLake:
         self._level = make_level(map_seed, self._size, self._p, self._random_start_goal, self._split)
         if self._slippery:
             self._rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed)))
-            self._rng.random()  # Gymnasium draws the start cell; the slips that follow are then the same
+            # Gymnasium draws the start cell; the slips that follow are then the same.
+            self._rng.random()
         self._at, self._steps, self._over = self._level.start, 0, False
         return self._observe(self._level), {**self._state(self._level), "env_instruction": INSTRUCTION}
 
@@ -153,6 +157,7 @@ def _words(level: Level, at: int) -> str:
 
 
 def _integer(name: str, value: Any, least: int) -> int:
+    # A bool is an int to Python, and YAML reads an unquoted `yes` as one.
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} is {value!r}, frozen_lake. Fix: an integer of at least {least}.")
     return value

@@ -43,7 +43,8 @@ def make_level(seed: int, size: int, p: float, random_start_goal: bool, split: s
     Every cell is ice with probability `p`, on its own. Start and goal are the corners, or two different random ice cells. The cache lets the
     members of a group share one level. Raises ConfigError after MAX_DRAWS maps without one that fits.
     """
-    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1,)))  # the seed's plain stream is the slips'
+    # The seed's plain stream is the slips'.
+    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1,)))
     for _ in range(MAX_DRAWS):
         ice = (rng.random(size * size) < p).tolist()
         if random_start_goal:
@@ -61,6 +62,7 @@ def make_level(seed: int, size: int, p: float, random_start_goal: bool, split: s
         letters = ["F" if frozen_over else "H" for frozen_over in ice]
         letters[start], letters[goal] = "S", "G"
         cells = "".join(letters)
+        # By content, not by seed: two seeds may draw the same map, which must not train and test at once.
         if split in ("all", split_of(cells)):
             return Level(cells, size, start, goal)
     raise ConfigError(

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from turnwise_gymnasium.grids import fields, grid_text, is_grid
+
 
 def is_image(space: Any) -> bool:
     """Whether observations of this space are pictures: a uint8 Box of shape H×W×3."""
@@ -15,7 +17,10 @@ def is_image(space: Any) -> bool:
 
 
 def text_of(value: Any) -> str:
-    """Numbers to four significant digits, vectors on a line, matrices one row a line, dictionaries one `name: value` a line."""
+    """Numbers to four significant digits, vectors on a line, matrices one row a line, dictionaries one `name: value` a line, MiniGrid's
+    observations as a map."""
+    if is_grid(value):
+        return grid_text(value)
     if isinstance(value, Mapping):
         return "\n".join(f"{name}: {_nested(item)}" for name, item in value.items())
     if isinstance(value, tuple | list):
@@ -23,6 +28,13 @@ def text_of(value: Any) -> str:
     if isinstance(value, np.ndarray) and value.ndim:
         return ("\n" if value.ndim > 1 else ", ").join(text_of(row) for row in value)
     return _scalar(value.item() if isinstance(value, np.ndarray | np.generic) else value)
+
+
+def field_texts(value: Any) -> dict[str, str]:
+    """The text of every field of a dictionary; none of anything else."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {str(name): text_of(item) for name, item in value.items()} | (fields(value) if is_grid(value) else {})
 
 
 def _nested(value: Any) -> str:
@@ -33,7 +45,8 @@ def _nested(value: Any) -> str:
 
 
 def _scalar(value: Any) -> str:
-    return f"{value + 0.0:.4g}" if isinstance(value, float) else str(value)  # + 0.0: a negative zero reads as 0
+    # + 0.0: a negative zero reads as 0.
+    return f"{value + 0.0:.4g}" if isinstance(value, float) else str(value)
 
 
 def is_discrete(space: Any) -> bool:
@@ -52,5 +65,6 @@ def key_of(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(key_of(item) for item in value)
     if isinstance(value, np.ndarray):
+        # With the shape, for arrays of other shapes may hold the same numbers.
         return (*value.shape, *(int(x) for x in value.ravel()))
     return int(value)

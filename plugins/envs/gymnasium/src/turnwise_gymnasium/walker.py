@@ -33,7 +33,8 @@ class FrozenLakeWalker(Player):
                 f"the last user message says no 'The goal is … down … right.', frozen_lake_walker read {text!r:.120}. "
                 "Fix: env_config: {observation: relative} (or both) of frozen_lake, and a template that shows {observation}."
             )
-        useful = re.findall("[a-z]+", found[-1])  # the last sentence is the newest, where a template shows history
+        # The last sentence is the newest, where a template shows history.
+        useful = re.findall("[a-z]+", found[-1])
         legal = [action for action in request.actions if action.lower() in useful] if request.actions else [name.title() for name in useful]
         choices = legal or list(request.actions)
         if not choices:

@@ -26,4 +26,4 @@ def drift_of(chat: Chat, used: np.ndarray, rendered: np.ndarray) -> Drift | None
     shorter = min(len(used), len(rendered))
     differs = np.flatnonzero(used[:shorter] != rendered[:shorter])
     at = int(differs[0]) if len(differs) else shorter
-    return Drift(at, chat.decode(used[at : at + _SHOWN]), chat.decode(rendered[at : at + _SHOWN]))
+    return Drift(at, chat.decode(used[at : at + _SHOWN], special=True), chat.decode(rendered[at : at + _SHOWN], special=True))

@@ -7,7 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.data.trajectory import Sample, Turn, int32
+from turnwise.data.trajectory import Sample, Trajectory, Turn, int32
+
+
+def one_row(trajectory: Trajectory) -> list[Sample]:
+    """A conversation that only grew, as one row; none if nothing was sampled."""
+    sample = sample_of(dict(enumerate(trajectory.turns)))
+    return [] if sample is None else [sample]
+
+
+def row_per_call(trajectory: Trajectory) -> list[Sample]:
+    """One row per turn in which a token was sampled."""
+    rows = (sample_of({index: turn}) for index, turn in enumerate(trajectory.turns))
+    return [row for row in rows if row is not None]
 
 
 def sample_of(turns: Mapping[int, Turn]) -> Sample | None:

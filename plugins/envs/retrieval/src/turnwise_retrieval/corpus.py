@@ -37,6 +37,7 @@ class Corpus:
         rest of the text is not.
         """
         scores: dict[int, float] = {}
+        # Sorted: a set of text has another order in each process, and a sum of floats depends on its order.
         for word in sorted(set(re.findall(r"[^\W\d_]+", query.lower()))):
             found = self.index.get(word, ())
             for document in found:
@@ -52,6 +53,7 @@ def make_corpus(seed: int, documents: int, shortest: int, longest: int) -> Corpu
     combined = [f"{a}{b}{c}".capitalize() for a in SYLLABLES for b in SYLLABLES for c in SYLLABLES]
     names = tuple(combined[i] for i in rng.choice(len(combined), documents, replace=False))
     facts = tuple({key: relation.values[int(rng.integers(len(relation.values)))] for key, relation in RELATIONS.items()} for _ in names)
+    # From 1 on: nobody is their own teacher.
     teachers = tuple(int((i + rng.integers(1, documents)) % documents) for i in range(documents))
     drawn = np.exp(rng.uniform(math.log(shortest), math.log(longest), documents)).round().astype(int)
     lengths = tuple(int(n) for n in drawn.clip(shortest, longest))
@@ -65,6 +67,7 @@ def make_corpus(seed: int, documents: int, shortest: int, longest: int) -> Corpu
 @lru_cache(maxsize=1024)
 def text_of(corpus: Corpus, document: int) -> str:
     """The text of a document, `lengths[document]` words and marks: the name as its title, then the facts scattered among filler sentences."""
+    # A generator for each document, so that its text does not depend on which were asked for before.
     rng = np.random.default_rng([corpus.seed, 1, document])
     name = corpus.names[document]
     sentences = [relation.sentence.format(name=name, value=corpus.facts[document][key]) for key, relation in RELATIONS.items()]
@@ -73,10 +76,12 @@ def text_of(corpus: Corpus, document: int) -> str:
     filler = []
     while left > 0:
         size = int(rng.integers(6, 16))
+        # A rest of one or two would be too short for a sentence of its own.
         size = left if left - size < 3 else size
         words = rng.integers(len(FILLER), size=size - 1)
         filler.append(" ".join(FILLER[i] for i in words).capitalize() + ".")
         left -= size
+    # From the last place to the first: an insertion does not move the places before it.
     places = np.sort(rng.integers(0, len(filler) + 1, len(sentences)))[::-1]
     for place, sentence in zip(places, [sentences[i] for i in rng.permutation(len(sentences))]):
         filler.insert(int(place), sentence)

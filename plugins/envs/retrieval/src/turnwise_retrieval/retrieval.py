@@ -134,12 +134,14 @@ class Retrieval:
 
     def _drawn(self, seed: int) -> Question:
         """The first question of the seed's generator that belongs to the split."""
+        # A SeedSequence takes no negative number, and −1 and 1 are two seeds.
         rng = np.random.default_rng([abs(seed), int(seed < 0)])
         for _ in range(_DRAWS):
             chain = [int(rng.integers(len(self.corpus.names)))]
             while len(chain) < self._hops:
                 chain.append(self.corpus.teachers[chain[-1]])
             question = Question(tuple(chain), list(RELATIONS)[int(rng.integers(len(RELATIONS)))])
+            # By content, not by seed: two seeds may draw the same question, which must not train and test at once.
             if self._split in ("all", self._split_of(question)):
                 return question
         raise ConfigError(f"num_documents: no question of split {self._split!r} among {_DRAWS}, retrieval. Fix: more documents.")

@@ -23,6 +23,7 @@ WORDS = {
 
 def integer(name: str, value: Any, least: int) -> int:
     """An integer of at least `least`."""
+    # A bool is an int to Python, and YAML reads an unquoted `yes` as one.
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} is {value!r}, sokoban. Fix: an integer of at least {least}.")
     return value

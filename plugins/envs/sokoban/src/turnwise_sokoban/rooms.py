@@ -64,6 +64,7 @@ def make_room(seed: int, height: int, width: int, num_boxes: int, search_depth: 
     rng = np.random.default_rng(seed)
     for _ in range(MAX_ROOMS):
         room = _draw_room(rng, height, width, num_boxes, search_depth)
+        # By content, not by seed: two seeds may draw the same room, which must not train and test at once.
         if room is not None and split in ("all", split_of(room)):
             return room
     raise ConfigError(
@@ -78,6 +79,7 @@ def _draw_room(rng: np.random.Generator, height: int, width: int, num_boxes: int
     for _ in range(LAYOUTS_PER_ROOM):
         walls = carve(rng, height, width)
         floor = [cell for cell, wall in enumerate(walls) if not wall]
+        # A pull needs two free cells beside the boxes: one where the player stands, one to step back to.
         if len(floor) < num_boxes + 2:
             continue
         targets = frozenset(floor[int(i)] for i in rng.choice(len(floor), num_boxes, replace=False))
@@ -114,6 +116,7 @@ def play_backwards(rng: np.random.Generator, solved: Room, search_depth: int) ->
     Every backward move (a step, or a step that pulls the box behind the player) is undone by one forward move, so the moves in reverse
     order solve the room. None if no box can be pulled.
     """
+    # In the solved room the player may stand anywhere, so at first every pull is in reach.
     pulls = _pulls(solved, solved.boxes, None)
     if not pulls:
         return None
@@ -130,6 +133,7 @@ def play_backwards(rng: np.random.Generator, solved: Room, search_depth: int) ->
         while True:  # on in the same direction, for a random while
             boxes = boxes - {box} | {player}
             box, player, used = player, player + step, used + 1
+            # Boxes off their targets count before distance: a room with a box that is there already is half solved.
             score = (len(boxes - solved.targets), sum(_nearest(solved, cell) for cell in boxes))
             if score > best_score:
                 best_score, best = score, (boxes, player, used)
@@ -147,6 +151,7 @@ def play_backwards(rng: np.random.Generator, solved: Room, search_depth: int) ->
 def _pulls(room: Room, boxes: frozenset[int], distance: dict[int, int] | None) -> list[tuple[int, int, int]]:
     """(box, direction, moves to walk before it) of every pull; `distance` holds the cells in the player's reach, None: all of them."""
     found = []
+    # In a fixed order, because the draw is by place in this list.
     for box in sorted(boxes):
         for step in room.steps:
             stand, back = box + step, box + 2 * step

@@ -13,7 +13,8 @@ from turnwise_sokoban import options as check
 from turnwise_sokoban.drawing import draw_room
 from turnwise_sokoban.rooms import SPLITS, Room, codes, make_room
 
-ACTIONS = ("Up", "Down", "Left", "Right")  # the order of Room.steps
+# The order of Room.steps.
+ACTIONS = ("Up", "Down", "Left", "Right")
 ON_TARGET, OFF_TARGET, SOLVED = 1.0, -1.0, 10.0
 _INDEX = {name.lower(): i for i, name in enumerate(ACTIONS)}
 
@@ -123,6 +124,7 @@ class Sokoban:
         observation = "\n".join([" ".join(symbols[i : i + room.width]) for i in range(0, len(symbols), room.width)])
         if self._describe:
             observation += f"\n{self._words(room)}"
+        # With the width, because rooms of other shapes may hold the same cells.
         info = {"state_key": (room.width, bytes(shown).hex()), "success": self._boxes == room.targets, "actions": list(ACTIONS)}
         return observation, info
 

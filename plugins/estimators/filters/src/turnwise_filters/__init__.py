@@ -1,6 +1,6 @@
 """Hooks of turnwise-filters: which trajectories train."""
 
-from turnwise.hookspecs import Implementation, hookimpl
+from turnwise import Implementation, hookimpl
 
 
 @hookimpl

@@ -29,7 +29,9 @@ def spread_of(trajectories: Table) -> Spread:
     members = np.bincount(mine, minlength=len(numbers)).astype(np.float64)
     lowest = np.full(len(numbers), np.inf)
     np.minimum.at(lowest, mine, scores)
-    shifted = scores - lowest[mine]  # equal scores, however large, have σ = 0 exactly
+    # Equal scores, however large, have σ = 0 exactly.
+    shifted = scores - lowest[mine]
     mean = np.bincount(mine, weights=shifted, minlength=len(numbers)) / np.maximum(members, 1.0)
     squares = np.bincount(mine, weights=(shifted - mean[mine]) ** 2, minlength=len(numbers))
+    # The divisor is held at 1: a group of fewer than two has σ = 0, not a division by zero.
     return Spread(group, members, np.sqrt(squares / np.maximum(members - 1.0, 1.0)))

@@ -1,6 +1,6 @@
 """Hooks of turnwise-gae: generalised advantage estimation."""
 
-from turnwise.hookspecs import Implementation, hookimpl
+from turnwise import Implementation, hookimpl
 
 
 @hookimpl

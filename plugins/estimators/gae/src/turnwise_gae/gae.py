@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from turnwise.contracts.estimator import EstimatorContext
+from turnwise.contracts.estimator import EstimatorCapabilities, EstimatorContext
 from turnwise.data.batch import Batch
 from turnwise.data.normalise import normalised_token_rewards, settle
 from turnwise.data.ops import discounted_sums, run_ends, sampled_to_tokens
@@ -19,7 +19,7 @@ class Gae:
     terminated and truncated alike.
     """
 
-    needs: frozenset[str] = frozenset({"values"})
+    capabilities = EstimatorCapabilities(needs=frozenset({"values"}))
     token_rewards: bool = True
     whiten: bool = False
 
@@ -29,10 +29,13 @@ class Gae:
 
     def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """(advantages, returns), float64 [T]."""
+        # Sampled tokens alone, turn after turn: what rows a trajectory was cut into must not change its advantages.
         along = batch.sampled
         owner = batch.tokens["trajectory"][along]
         values = batch.tokens["values"][along].astype(np.float64)
+        # The slice keeps a batch without sampled tokens empty, for which the appended 0 is one too many.
         following = np.append(values[1:], 0.0)[: len(values)]
+        # Else the value after a trajectory's last token would be that of the next trajectory's first.
         following[run_ends(owner) - 1] = 0.0
         deltas = normalised_token_rewards(batch, self.normalization)[along] + self.gamma * following - values
         advantages = discounted_sums(deltas, owner, self.gamma * self.lambd)

@@ -1,6 +1,6 @@
 """Hooks of turnwise-gigpo: group-in-group policy optimisation."""
 
-from turnwise.hookspecs import Implementation, hookimpl
+from turnwise import Implementation, hookimpl
 
 
 @hookimpl

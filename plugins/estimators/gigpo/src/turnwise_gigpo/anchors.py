@@ -25,12 +25,14 @@ def anchor_groups(anchors: np.ndarray, group: np.ndarray, similarity_threshold: 
     """
     codes, keys = _factorised(anchors)
     _, where = np.unique(group, return_inverse=True)
+    # One number for a pair of group and state: equal states of two groups are never merged.
     labels: np.ndarray = where.astype(np.int64) * max(1, len(keys)) + codes
     if similarity_threshold is None:
         return labels
     distinct, first, back = np.unique(labels, return_index=True, return_inverse=True)
     texts: dict[int, list[int]] = {}
-    for entry in np.argsort(first):  # in the order in which a (group, anchor) pair is met first
+    # In the order in which a pair is met first, which decides the greedy clusters; np.unique sorted them by label.
+    for entry in np.argsort(first):
         if isinstance(anchors[first[entry]], str):
             texts.setdefault(int(where[first[entry]]), []).append(int(entry))
     for entries in texts.values():
@@ -54,7 +56,8 @@ def cluster_texts(texts: Sequence[str], threshold: float) -> list[int]:
                 out.append(first)
                 break
         else:
-            clusters.append((i, SequenceMatcher(None, "", text)))  # difflib prepares its second text once
+            # difflib prepares its second text once.
+            clusters.append((i, SequenceMatcher(None, "", text)))
             out.append(i)
     return out
 
@@ -77,10 +80,13 @@ def _factorised(anchors: np.ndarray) -> tuple[np.ndarray, dict[Hashable, int]]:
 
     def number(anchor: Any) -> int:
         kind = type(anchor)
+        # The usual anchors first, without a call more: this runs over every turn of a step. A NaN takes the slow way,
+        # for it equals nothing, not even itself.
         if kind in PLAIN or (kind is float and not math.isnan(anchor)):
             return number_of((kind, anchor), len(seen))
         if kind is tuple:
             kinds = tuple(map(type, anchor))
+            # The types stand beside the values, because 1, True and 1.0 hash alike and are three states.
             if all_plain[kinds]:
                 return number_of((kinds, anchor), len(seen))
         if kind is tuple or kind is list:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from turnwise.contracts.estimator import EstimatorContext
+from turnwise.contracts.estimator import EstimatorCapabilities, EstimatorContext
 from turnwise.data.batch import Batch
 from turnwise.data.normalise import Method, RewardNormalization, normalise, normalise_scores, settle
 from turnwise.data.ops import discounted_sums, trains, trajectories_to_tokens, turns_to_tokens
@@ -22,9 +22,8 @@ class Gigpo:
     group of one gives 0.
     """
 
-    needs: frozenset[str] = frozenset()
+    capabilities = EstimatorCapabilities(compares_in_groups=True)
     token_rewards: bool = False
-    compares_in_groups: bool = True
     whiten: bool = False
 
     def __init__(self, config: GigpoConfig, context: EstimatorContext) -> None:
@@ -39,6 +38,7 @@ class Gigpo:
         returns = discounted_sums(batch.turns["reward"], owner, config.step_reward_gamma)
         group = batch.trajectories["traj_group_id"][owner]
         same_state = anchor_groups(batch.turns["anchor"], group, config.similarity_threshold)
+        # As in A_E, trajectories that do not train are not counted among those that the others are compared with.
         step = normalise(returns, same_state, self.step_method, counted=trains(batch)[owner])
         advantages = config.episode_reward_weight * trajectories_to_tokens(batch, episode)
         advantages += config.step_reward_weight * turns_to_tokens(batch, step)
@@ -48,6 +48,8 @@ class Gigpo:
 def _step_method(settings: RewardNormalization) -> Method:
     """How returns are normalised in an anchor group: as the scores are, whose scopes alone may be others. Raises ConfigError."""
     given = settings.norm_mean_type is not None or settings.norm_std_type is not None
+    # norm_mean_type and norm_std_type name scopes for A_E. An anchor group is a scope of its own, so of them it takes
+    # only whether σ divides.
     method: Method = settings.method or "mean_std"
     if given:
         method = "mean_std" if settings.norm_std_type is not None else "mean"

@@ -1,6 +1,6 @@
 """Hooks of turnwise-grpo: group-relative and REINFORCE-family advantage estimators."""
 
-from turnwise.hookspecs import Implementation, hookimpl
+from turnwise import Implementation, hookimpl
 
 
 @hookimpl

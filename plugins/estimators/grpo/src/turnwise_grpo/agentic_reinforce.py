@@ -17,7 +17,6 @@ class AgenticReinforce:
     γ discounts from segment to segment, not from token to token. A KL penalty in the reward is part of the token rewards.
     """
 
-    needs: frozenset[str] = frozenset()
     token_rewards: bool = True
     whiten: bool = False
 
@@ -30,7 +29,9 @@ class AgenticReinforce:
         along = batch.sampled
         rewards, turn = normalised_token_rewards(batch, self.normalization)[along], batch.tokens["turn"][along]
         starts = run_starts(turn)
+        # Every reward of the segment counts; ROLL takes that of its last token alone.
         sums = np.add.reduceat(rewards, starts) if len(starts) else np.zeros(0)
+        # Discounted over segments: γ acts once from turn to turn, however many tokens a turn has.
         segments = discounted_sums(sums, batch.tokens["trajectory"][along][starts], self.gamma)
         returns = sampled_to_tokens(batch, np.repeat(segments, run_ends(turn) - starts))
         return returns.copy(), returns

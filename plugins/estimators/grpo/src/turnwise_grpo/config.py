@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from attrs import field, frozen, validators
 
 from turnwise.data.normalise import RewardNormalization
+from turnwise.errors import Problem
 
 
 @frozen
@@ -39,3 +43,8 @@ class StepConfig:
 
     step_reward_gamma: float = field(default=0.95, validator=[validators.ge(0.0), validators.le(1.0)])
     reward_normalization: RewardNormalization | None = None
+
+    def check(self, run: Any) -> Iterator[Problem]:
+        """`gamma` discounts tokens, which this estimator does not; without a KL penalty in the reward nothing reads it."""
+        if run.gamma != 1.0 and run.init_kl_coef == 0:
+            yield Problem("step_reward_gamma", f"{self.step_reward_gamma} is the discount from turn to turn, not gamma {run.gamma}", warning=True)

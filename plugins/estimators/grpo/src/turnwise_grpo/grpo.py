@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from turnwise.contracts.estimator import EstimatorContext
+from turnwise.contracts.estimator import EstimatorCapabilities, EstimatorContext
 from turnwise.data.batch import Batch
 from turnwise.data.normalise import normalise_scores, settle
 from turnwise.data.ops import trajectories_to_tokens
@@ -14,9 +14,8 @@ from turnwise_grpo.config import ScoreConfig
 class Grpo:
     """A = (score − μ)/(σ + 1e-6) of the trajectory's group, in every row cut from the trajectory. No discount."""
 
-    needs: frozenset[str] = frozenset()
+    capabilities = EstimatorCapabilities(compares_in_groups=True)
     token_rewards: bool = False
-    compares_in_groups: bool = True
     whiten: bool = False
 
     def __init__(self, config: ScoreConfig, context: EstimatorContext) -> None:

@@ -14,7 +14,6 @@ from turnwise_grpo.config import ReturnConfig
 class Reinforce:
     """A_t = G_t = r_t + γ·G_{t+1} over the trajectory's sampled tokens; observations are skipped, not discounted through."""
 
-    needs: frozenset[str] = frozenset()
     token_rewards: bool = True
     whiten: bool = False
 

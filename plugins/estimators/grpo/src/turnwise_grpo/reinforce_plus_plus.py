@@ -14,7 +14,6 @@ from turnwise_grpo.config import ReturnConfig
 class ReinforcePlusPlus:
     """A_t = G_t = r_t + γ·G_{t+1} over the trajectory's sampled tokens; the pipeline then whitens A (`whiten`), G is stored before it."""
 
-    needs: frozenset[str] = frozenset()
     token_rewards: bool = True
     whiten: bool = True
 

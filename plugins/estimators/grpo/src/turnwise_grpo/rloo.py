@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from turnwise.contracts.estimator import EstimatorContext
+from turnwise.contracts.estimator import EstimatorCapabilities, EstimatorContext
 from turnwise.data.batch import Batch
 from turnwise.data.normalise import normalise, normalise_scores, settle
 from turnwise.data.ops import trains, trajectories_to_tokens
@@ -17,9 +17,8 @@ class Rloo:
     Computed as n/(n−1)·(s_i − group mean), which is the same number.
     """
 
-    needs: frozenset[str] = frozenset()
+    capabilities = EstimatorCapabilities(compares_in_groups=True)
     token_rewards: bool = False
-    compares_in_groups: bool = True
     whiten: bool = False
 
     def __init__(self, config: ScoreConfig, context: EstimatorContext) -> None:
@@ -31,6 +30,8 @@ class Rloo:
         group = batch.trajectories["traj_group_id"]
         centred = normalise(scores, group, "mean", counted=trains(batch))
         _, where = np.unique(group, return_inverse=True)
+        # Failed and filtered members do not count: neither in the mean nor in n.
         members = np.bincount(where, weights=trains(batch))[where]
+        # A group of one has 0 already; the divisor is held at 1 so that it does not become NaN.
         advantages = trajectories_to_tokens(batch, centred * members / np.maximum(members - 1.0, 1.0))
         return advantages, advantages.copy()

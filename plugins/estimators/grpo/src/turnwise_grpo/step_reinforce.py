@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from turnwise.contracts.estimator import EstimatorContext
+from turnwise.contracts.estimator import EstimatorCapabilities, EstimatorContext
 from turnwise.data.batch import Batch
 from turnwise.data.normalise import normalise_turns, settle
 from turnwise.data.ops import discounted_sums, turns_to_tokens
@@ -14,9 +14,9 @@ from turnwise_grpo.config import StepConfig
 class StepReinforce:
     """A = R_t normalised over turns, R_t = r_t + γ·R_{t+1} over the trajectory's turns, those without sampled tokens included."""
 
-    needs: frozenset[str] = frozenset()
+    # The turns of one trajectory are compared too.
+    capabilities = EstimatorCapabilities(compares_in_groups=False)
     token_rewards: bool = False
-    compares_in_groups: bool = False  # the turns of one trajectory are compared too
     whiten: bool = False
 
     def __init__(self, config: StepConfig, context: EstimatorContext) -> None:

@@ -11,8 +11,6 @@ from turnwise_losses.config import CispoConfig
 class CispoLoss:
     """L = −sg(clip(ρ, 1−low, 1+high))·A·lp."""
 
-    uses_ratio = True
-
     def __init__(self, config: CispoConfig, context: LossContext | None = None) -> None:
         self.bounds = 1 - config.cispo_epsilon_low, 1 + config.cispo_epsilon_high
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from attrs import Attribute, field, frozen
+
+from turnwise.contracts.env_manager import ManagerCapabilities
+from turnwise.contracts.loss import LossCapabilities
+from turnwise.declared import declared
+from turnwise.errors import Problem
 
 
 def _positive(instance: Any, attribute: Attribute[Any], value: float | None) -> None:
@@ -26,24 +32,31 @@ def _not_negative(instance: Any, attribute: Attribute[Any], value: float | None)
 class PpoConfig:
     """`pg_clip_low` and `pg_clip_high` default to `pg_clip`; `dual_clip_c` defaults to 1 + 2·`pg_clip`."""
 
+    capabilities: ClassVar[LossCapabilities] = LossCapabilities(clips=True)
     pg_clip: float = field(default=0.2, validator=_positive)
     pg_clip_low: float | None = field(default=None, validator=_positive)
     pg_clip_high: float | None = field(default=None, validator=_positive)
     dual_clip_loss: bool = False
     dual_clip_c: float | None = field(default=None, validator=_over_one)
 
+    def check(self, run: Any) -> Iterator[Problem]:
+        """A bound that nothing reads."""
+        if self.dual_clip_c is not None and not self.dual_clip_loss:
+            yield Problem("dual_clip_c", "has no effect: dual_clip_loss is false. Fix: dual_clip_loss: true", warning=True)
+
 
 @frozen
 class VanillaConfig:
-    """No options. `uses_ratio` tells the configuration that more than one update a step is off-policy without correction."""
+    """No options. Without a ratio, more than one update a step is off-policy without correction."""
 
-    uses_ratio: ClassVar[bool] = False
+    capabilities: ClassVar[LossCapabilities] = LossCapabilities(uses_ratio=False)
 
 
 @frozen
 class TisConfig:
     """The ratio's bounds: 0 ≤ `tis_lower_bound` ≤ `tis_upper_bound`."""
 
+    capabilities: ClassVar[LossCapabilities] = LossCapabilities()
     tis_lower_bound: float = field(default=0.0, validator=_not_negative)
     tis_upper_bound: float = field(default=1.0, validator=_positive)
 
@@ -56,6 +69,7 @@ class TisConfig:
 class ToprConfig:
     """`topr_sign`: by what a trajectory is positive, its mean `advantage` ≥ 0 or its `score` > 0; `topr_weight_*`: the weight of each side."""
 
+    capabilities: ClassVar[LossCapabilities] = LossCapabilities()
     topr_sign: Literal["advantage", "score"] = "advantage"
     topr_weight_pos: float = field(default=1.0, validator=_not_negative)
     topr_weight_neg: float = field(default=1.0, validator=_not_negative)
@@ -65,6 +79,7 @@ class ToprConfig:
 class CispoConfig:
     """How far below and above 1 the weight may lie (ROLL: .1 and .1)."""
 
+    capabilities: ClassVar[LossCapabilities] = LossCapabilities()
     cispo_epsilon_low: float = field(default=1.0, validator=_not_negative)
     cispo_epsilon_high: float = field(default=4.0, validator=_not_negative)
 
@@ -73,30 +88,32 @@ class CispoConfig:
 class Kimi15Config:
     """`kimi15_tau`: strength of the pull to the old policy."""
 
-    own_ratio: ClassVar[bool] = True
+    capabilities: ClassVar[LossCapabilities] = LossCapabilities(own_ratio=True)
     kimi15_tau: float = field(default=0.1, validator=_not_negative)
 
 
 @frozen
 class GspoConfig:
-    """`gspo_level`: a ratio per `segment` (turn) or per `sample` (row). `own_ratio`: `ratio_type` has no effect."""
+    """`gspo_level`: a ratio per `segment` (turn) or per `sample` (row)."""
 
-    own_ratio: ClassVar[bool] = True
+    capabilities: ClassVar[LossCapabilities] = LossCapabilities(own_ratio=True)
     gspo_clip_low: float = field(default=3e-4, validator=_positive)
     gspo_clip_high: float = field(default=4e-4, validator=_positive)
     gspo_level: Literal["segment", "sample"] = "segment"
 
-    @property
-    def depends_on_rows(self) -> bool:
-        """Whether merging turns into one row changes the loss."""
-        return self.gspo_level == "sample"
+    def check(self, run: Any) -> Iterator[Problem]:
+        """A ratio per row depends on how rows are cut."""
+        for tag, env in run.custom_envs.items() if self.gspo_level == "sample" else ():
+            if declared(ManagerCapabilities, env.env_manager.name, env.env_manager.config).joins_turns:
+                text = f"sample: the env_manager of {tag} joins turns into rows, and a ratio per row makes the loss depend on how well turns join"
+                yield Problem("gspo_level", f"{text}. Fix: gspo_level: segment", warning=True)
 
 
 @frozen
 class GmpoConfig:
     """`gmpo_clip`: the bound of a token's log-ratio."""
 
-    own_ratio: ClassVar[bool] = True
+    capabilities: ClassVar[LossCapabilities] = LossCapabilities(own_ratio=True)
     gmpo_clip: float = field(default=0.4, validator=_positive)
 
 
@@ -104,6 +121,7 @@ class GmpoConfig:
 class SapoConfig:
     """Temperature of the gate for positive advantages and for the others."""
 
+    capabilities: ClassVar[LossCapabilities] = LossCapabilities()
     sapo_tau_pos: float = field(default=1.0, validator=_positive)
     sapo_tau_neg: float = field(default=1.05, validator=_positive)
 
@@ -112,8 +130,7 @@ class SapoConfig:
 class DppoConfig:
     """`dppo_mask`: the divergence; `dppo_delta`: the trust region, by default .2 for `binary_tv` and .05 for `binary_kl`."""
 
-    own_ratio: ClassVar[bool] = True
-    needs_infer_log_probs: ClassVar[bool] = True
+    capabilities: ClassVar[LossCapabilities] = LossCapabilities(own_ratio=True, needs_infer_log_probs=True)
     dppo_mask: Literal["binary_tv", "binary_kl"] = "binary_tv"
     dppo_delta: float | None = field(default=None, validator=_positive)
 

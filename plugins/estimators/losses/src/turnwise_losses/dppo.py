@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from turnwise.contracts.loss import LossContext, LossView
+from turnwise.data.numbers import LOG_RATIO_BOUND
 from turnwise.errors import TrainerError
 from turnwise_losses.config import DppoConfig
-from turnwise_losses.segments import LOG_RATIO_BOUND
 
 
 class DppoLoss:
@@ -17,8 +17,6 @@ class DppoLoss:
     `binary_tv`: M = 0 where A > 0 and p − q > δ, or A < 0 and q − p > δ. `binary_kl`: M = 0 where the divergence of the two-way choice
     (this token or another), q·ln(q/p) + (1−q)·ln((1−q)/(1−p)), is over δ and p has moved to where A pushes it.
     """
-
-    uses_ratio = True
 
     def __init__(self, config: DppoConfig, context: LossContext | None = None) -> None:
         self.kl = config.dppo_mask == "binary_kl"
@@ -35,10 +33,12 @@ class DppoLoss:
 
     def _outside(self, log_p: Tensor, log_q: Tensor, advantages: Tensor) -> Tensor:
         p, q = log_p.exp(), log_q.exp()
-        moved = (p - q) * advantages.sign()  # positive: p has moved where A pushes it
+        # Positive where p has moved to where A pushes it: only such a token may be masked.
+        moved = (p - q) * advantages.sign()
         if not self.kl:
             return moved > self.delta
         least = torch.finfo(p.dtype).tiny
+        # expm1 keeps the digits of 1 − p for p near 1, and the floor keeps a p of 1 from a logarithm of 0.
         other_p, other_q = (-torch.expm1(log_p)).clamp_min(least), (-torch.expm1(log_q)).clamp_min(least)
         divergence = q * (log_q - log_p) + other_q * (other_q.log() - other_p.log())
         return (moved > 0) & (divergence > self.delta)

@@ -16,14 +16,13 @@ class GmpoLoss:
     c = g·min(g·d, g·clip(d, ±clip)), g = sign(A): the log-ratio, bounded where A would push it further. The gradient runs through the mean.
     """
 
-    uses_ratio = True
-
     def __init__(self, config: GmpoConfig, context: LossContext | None = None) -> None:
         self.clip = config.gmpo_clip
 
     def loss(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss [R]; metric `clip_frac`: 1 on the tokens whose log-ratio was bounded."""
         segment = segments_of(view)
+        # One A for the segment: its sign decides on which side every token's log-ratio is bounded.
         advantages = segment_means(view.advantages, segment)
         sign = advantages.sign()
         d = token_log_ratio(view)

@@ -16,8 +16,6 @@ class GspoLoss:
     A segment is a turn; `gspo_level: sample` takes a row, as frameworks do that know only rows.
     """
 
-    uses_ratio = True
-
     def __init__(self, config: GspoConfig, context: LossContext | None = None) -> None:
         self.bounds = 1 - config.gspo_clip_low, 1 + config.gspo_clip_high
         self.level = config.gspo_level
@@ -25,6 +23,7 @@ class GspoLoss:
     def loss(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss [R]; metric `clip_frac`: 1 where a bound changed the token's loss."""
         mean = segment_means(token_log_ratio(view).detach(), segments_of(view, self.level))
+        # The segment's ratio by value, the token's own log-prob by gradient.
         ratio = (mean + view.log_probs - view.log_probs.detach()).exp()
         plain = -ratio * view.advantages
         loss = torch.maximum(plain, -ratio.clamp(*self.bounds) * view.advantages)

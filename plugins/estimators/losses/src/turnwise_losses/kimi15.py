@@ -11,8 +11,6 @@ from turnwise_losses.config import Kimi15Config
 class Kimi15Loss:
     """L = −A·lp + (τ/2)·(lp − lp_old)². The square is of the token's own difference, whatever `ratio_type` says."""
 
-    uses_ratio = True
-
     def __init__(self, config: Kimi15Config, context: LossContext | None = None) -> None:
         self.tau = config.kimi15_tau
 

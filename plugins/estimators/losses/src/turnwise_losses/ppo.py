@@ -12,11 +12,10 @@ from turnwise_losses.config import PpoConfig
 class PpoLoss:
     """L = −min(ρA, clip(ρ, 1−low, 1+high)·A); with the dual clip, L = min(L, c·|A|) where A < 0."""
 
-    uses_ratio = True
-
     def __init__(self, config: PpoConfig, context: LossContext | None = None) -> None:
         self.low = config.pg_clip if config.pg_clip_low is None else config.pg_clip_low
         self.high = config.pg_clip if config.pg_clip_high is None else config.pg_clip_high
+        # verl and SkyRL take 3, whatever the clip.
         default_c = 1 + 2 * config.pg_clip
         self.dual_c = (default_c if config.dual_clip_c is None else config.dual_clip_c) if config.dual_clip_loss else None
 
@@ -25,6 +24,7 @@ class PpoLoss:
         ratio, advantages = view.log_ratio.exp(), view.advantages
         plain = -ratio * advantages
         loss = torch.maximum(plain, -ratio.clamp(1 - self.low, 1 + self.high) * advantages)
+        # Where A < 0 the clipped surrogate still grows with ρ without bound; this ends it at c·|A|.
         if self.dual_c is not None:
             loss = torch.where(advantages < 0, torch.minimum(loss, -self.dual_c * advantages), loss)
         return loss, {"clip_frac": (loss != plain).detach().to(loss.dtype)}

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from turnwise.contracts.loss import LossView
+from turnwise.data.numbers import LOG_RATIO_BOUND
 
-LOG_RATIO_BOUND = 20.0
 ROUNDING = 1e-6
 """A ratio that far beyond a bound is on it: on-policy ratios are 1 up to rounding, and a bound of 1 clips none of them."""
 
@@ -15,6 +15,7 @@ ROUNDING = 1e-6
 def segments_of(view: LossView, level: str = "segment") -> Tensor:
     """int64 [R]: dense numbers from 0, equal on the tokens of one (trajectory, turn), or with level `sample` of one row."""
     labels = view.sample if level == "sample" else torch.stack([view.trajectory, view.turn])
+    # Dense, because the means count with bincount, which has a slot for every number up to the largest.
     return torch.unique(labels, dim=-1, return_inverse=True)[1]
 
 

@@ -17,8 +17,6 @@ class ToprLoss:
     columns `trajectory_advantages` and `scores`: a micro-batch may not hold the whole trajectory.
     """
 
-    uses_ratio = True
-
     def __init__(self, config: ToprConfig, context: LossContext | None = None) -> None:
         self.by_score = config.topr_sign == "score"
         self.positive, self.negative = config.topr_weight_pos, config.topr_weight_neg

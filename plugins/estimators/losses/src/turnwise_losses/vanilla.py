@@ -11,8 +11,6 @@ from turnwise_losses.config import VanillaConfig
 class VanillaLoss:
     """L = −A·lp."""
 
-    uses_ratio = False
-
     def __init__(self, config: VanillaConfig | None = None, context: LossContext | None = None) -> None:
         pass
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from turnwise.contracts.logger import LoggerContext
+from turnwise.contracts.logger import LoggerCapabilities, LoggerContext
 from turnwise.data.trajectory import Trajectory
 from turnwise_chart.config import ChartConfig
 
@@ -18,14 +18,14 @@ from turnwise_chart.config import ChartConfig
 class ChartLogger:
     """Writes `curves.png`, and its points as `curves.json`, so that a resumed run draws the whole curve."""
 
-    pictures = ("curves.png",)
+    capabilities = LoggerCapabilities(pictures=("curves.png",))
 
     def __init__(self, config: ChartConfig, context: LoggerContext) -> None:
         self._config = config
         self._title = context.exp_name
         self._points: dict[str, list[tuple[int, float]]] = {}
         self._data = context.folder / "curves.json"
-        self._picture = context.folder / self.pictures[0]
+        self._picture = context.folder / self.capabilities.pictures[0]
         self._logged = 0
 
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -48,6 +48,7 @@ class ChartLogger:
         self._points = {}
         if step > 0 and self._data.exists():
             for name, points in json.loads(self._data.read_text()).items():
+                # The steps from the checkpoint on are played again, and logged again.
                 self._points[name] = [(s, v) for s, v in points if s < step]
 
     def close(self) -> None:
@@ -62,9 +63,11 @@ class ChartLogger:
         self._picture.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._data.with_suffix(".tmp")
         temporary.write_text(json.dumps(self._points))
+        # In one move: a run that is killed here keeps the points of before, which a resumed run reads.
         os.replace(temporary, self._data)
         panels = [names for names in (self._names(panel) for panel in self._config.panels) if names]
         figure = Figure(figsize=(9, 2.4 * max(1, len(panels))), layout="constrained")
+        # Not by pyplot, which keeps every figure that it makes and looks for a display.
         FigureCanvasAgg(figure)
         figure.suptitle(self._title)
         for number, names in enumerate(panels):

@@ -45,6 +45,7 @@ def select(metrics: Mapping[str, float], keys: Iterable[str]) -> list[Shown]:
         pattern = re.compile("(.+?)".join(re.escape(part) for part in key.split("*")))
         for name, value in metrics.items():
             match = pattern.fullmatch(name)
+            # Keys may overlap: the first that names a metric decides its place and label.
             if match and name not in shown:
                 shown[name] = Shown(_label(key, name), "/".join(match.groups()), number(name, float(value)))
     return list(shown.values())

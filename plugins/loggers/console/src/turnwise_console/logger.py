@@ -31,6 +31,7 @@ class ConsoleLogger:
 
     def _make_bar(self, context: LoggerContext) -> Progress:
         columns = (
+            # An experiment's name may hold square brackets, which rich would read as markup.
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
@@ -51,7 +52,9 @@ class ConsoleLogger:
             self._print(f"eval {self._position(step)}", line, "bold cyan")
         shown = step_line(train, self._train_keys)
         if shown:
+            # A step is logged when it has ended, so one more than its number is done.
             eta = self._eta(step + 1)
+            # The bar has a column for the time left.
             self._print(f"step {self._position(step)}", shown if self._bar or not eta else f"{shown}  eta {eta}", "bold green")
             self._advance(step + 1, train, eta)
 
@@ -74,7 +77,9 @@ class ConsoleLogger:
             self._bar.update(self._task, reward=number(REWARD, float(train[REWARD])))
 
     def _print(self, head: str, line: str, style: str) -> None:
+        # Assembled, for rich would read the brackets of `score[tag]` in a plain string as markup.
         text = Text.assemble((head, style), "  ", line)
+        # Unwrapped, because rich takes an output that is no terminal to be 80 columns wide.
         self._console.print(text, soft_wrap=True, highlight=False)
 
     def trajectories(self, step: int, split: str, trajectories: Sequence[Trajectory]) -> None:

@@ -14,6 +14,7 @@ from turnwise.data.record import plain, trajectory_record
 from turnwise.data.trajectory import Trajectory
 from turnwise_jsonl.config import JsonlConfig
 
+# The step is the first key of every line, so a resume chooses lines without parsing them.
 STEP = re.compile(rb'\{"step": (\d+)')
 
 
@@ -55,9 +56,11 @@ class JsonlLogger:
         if path not in self._files:
             path.parent.mkdir(parents=True, exist_ok=True)
             _cut_partial_line(path)
-            self._files[path] = path.open("a", encoding="utf-8", errors="backslashreplace")  # a lone surrogate becomes its JSON escape
+            # A lone surrogate becomes its JSON escape.
+            self._files[path] = path.open("a", encoding="utf-8", errors="backslashreplace")
         file = self._files[path]
         for record in records:
+            # NaN is no JSON: one that `plain` did not turn into null is an error here, not an unreadable line.
             file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
         file.flush()
 
@@ -83,5 +86,6 @@ def _keep_before(path: Path, step: int) -> None:
             if line.endswith(b"\n") and not (match and int(match[1]) >= step):
                 new.write(line)
         new.flush()
+        # On the disk before it takes the old file's place: whenever the machine dies, one of the two is whole.
         os.fsync(new.fileno())
     os.replace(rewritten, path)

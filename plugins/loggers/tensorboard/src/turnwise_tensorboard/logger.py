@@ -59,11 +59,13 @@ class TensorboardLogger:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._writer = EventFileWriter(str(self._folder))
         self._writer.add_event(event)
-        self._writer.flush()  # every step: a killed run loses nothing
+        # Every step: a killed run loses nothing.
+        self._writer.flush()
 
 
 def image_size(encoded: bytes) -> tuple[int, int] | None:
     """(width, height) from the header of a PNG or GIF file; None for anything else."""
+    # PNG writes numbers with the highest byte first, GIF with the lowest.
     if encoded.startswith(b"\x89PNG\r\n\x1a\n") and len(encoded) >= 24:
         width, height = struct.unpack(">II", encoded[16:24])
         return width, height

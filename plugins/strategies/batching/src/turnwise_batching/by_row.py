@@ -74,6 +74,7 @@ class Auto:
         return self._choice(rows).updates(rows)
 
     def _choice(self, rows: int) -> Copy | Delete:
+        # ROLL compares the remainder with N/2.
         return self.copy if rows < self.unit or 2 * (rows % self.unit) >= self.unit else self.delete
 
 
@@ -102,8 +103,10 @@ def _filled(n: int, unit: int, rng: np.random.Generator) -> list[PlannedUpdate]:
     """All n rows and random copies up to the next multiple of `unit`, shuffled. No row is copied a second time before every row was once."""
     if not n:
         return []
+    # resize repeats the permutation: every row is copied once before one is copied twice.
     copies = np.resize(rng.permutation(n), -n % unit)
     rows = rng.permutation(np.concatenate([np.arange(n), copies]))
+    # A row and its copies weigh 1 together: copies fill the update, and the row counts no more than others.
     return _cut(rows, unit, 1.0 / np.bincount(rows)[rows])
 
 

@@ -28,10 +28,12 @@ class ByTrajectory:
         """One epoch: `updates` updates, some empty if fewer trajectories with rows arrived."""
         if not len(rows.trajectory):
             return []
+        # Trajectories without rows are dealt too: how many arrived decides, not how many turns they have.
         dealt = np.random.default_rng(rows.seed).permutation(rows.trajectories)
         place = np.empty(rows.trajectories, np.int64)
         place[dealt] = np.arange(rows.trajectories)
         first_of_part = np.cumsum([0] + [len(part) for part in np.array_split(dealt, self.parts)])
+        # Stable: the rows of a trajectory stay together and in their order.
         order = np.argsort(place[rows.trajectory], kind="stable")
         cuts = np.searchsorted(place[rows.trajectory][order], first_of_part)
         parts = [order[start:end] for start, end in pairwise(cuts)]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import attrs
 
 from turnwise.contracts.train import TrainContext
-from turnwise.errors import did_you_mean
+from turnwise.errors import Problem, did_you_mean
 from turnwise_deepspeed.config import DeepspeedConfig
 from turnwise_deepspeed.start import load
 
@@ -46,6 +46,7 @@ OTHER_FORMS = (
 def engine_config(config: DeepspeedConfig, context: TrainContext) -> dict[str, Any]:
     """DeepSpeed's own configuration, as a dictionary."""
     stage = config.zero_stage
+    # `auto` means that the run sets the value, as it does for a trainer elsewhere: here it is as if left out.
     zero = {**_without_auto(config.zero_optimization), "stage": stage}
     if stage != 2:
         zero.setdefault("overlap_comm", False)  # elsewhere DeepSpeed supports it only with a fixed number of micro-batches
@@ -56,7 +57,7 @@ def engine_config(config: DeepspeedConfig, context: TrainContext) -> dict[str, A
         "zero_force_ds_cpu_optimizer": config.zero_force_ds_cpu_optimizer,
         "train_micro_batch_size_per_gpu": 1,  # of no effect but on DeepSpeed's own throughput counter: sizes vary
         "gradient_accumulation_steps": 1,
-        # At stage 0 in fp32 DeepSpeed would clip without telling the norm: the strategy clips.
+        # At stage 0 in fp32 DeepSpeed would clip without reporting the norm: the strategy clips.
         "gradient_clipping": 0.0 if stage == 0 and context.dtype == "fp32" else context.max_grad_norm,
     }
     if context.trainable and context.dtype == "bf16":
@@ -66,43 +67,49 @@ def engine_config(config: DeepspeedConfig, context: TrainContext) -> dict[str, A
     return settings
 
 
-def problems(config: DeepspeedConfig, context: TrainContext) -> list[str]:
-    """What is wrong with the options, one line each; names and values by DeepSpeed's own classes where it is installed."""
-    where = f"$.{context.role}.strategy_args.strategy_config"
+def problems(config: DeepspeedConfig, context: TrainContext) -> list[Problem]:
+    """What is wrong with the options; names and values by DeepSpeed's own classes where it is installed."""
+    where = f"{context.role}.strategy_args.strategy_config"
     lines = [*_conflicts(config, where), *_combinations(config, where)]
     if importlib.util.find_spec("deepspeed") is not None:
         lines += _unknown(config, context, where)
     return lines
 
 
-def _conflicts(config: DeepspeedConfig, where: str) -> Iterator[str]:
+def _conflicts(config: DeepspeedConfig, where: str) -> Iterator[Problem]:
     own = {attribute.name for attribute in attrs.fields(DeepspeedConfig)}
     for name, value in config.engine_args.items():
         if name in own:
-            yield f"{where}.engine_args.{name}: has a key of its own. Fix: {name} beside engine_args"
+            yield Problem(f"{where}.engine_args.{name}", f"has a key of its own. Fix: {name} beside engine_args")
         automatic = value == "auto" or (isinstance(value, Mapping) and value.get("enabled") == "auto")
         if name in OURS and not automatic:
-            yield f"{where}.{name}: set by the run. Fix: leave it out, and set {OURS[name]}"
+            yield Problem(f"{where}.{name}", f"set by the run. Fix: leave it out, and set {OURS[name]}")
         elif name in FIXED and value not in ("auto", FIXED[name]):
-            yield f"{where}.{name}: always {_yaml(FIXED[name])} here, got {_yaml(value)}. Fix: leave it out"
+            yield Problem(f"{where}.{name}", f"always {_yaml(FIXED[name])} here, got {_yaml(value)}. Fix: leave it out")
         elif name in OTHER_FORMS:
-            yield f"{where}.{name}: this strategy shards by ZeRO alone. Fix: leave it out, or strategy_name: megatron for other forms of parallelism"
+            yield Problem(
+                f"{where}.{name}", "this strategy shards by ZeRO alone. Fix: leave it out, or strategy_name: megatron for other forms of parallelism"
+            )
 
 
-def _combinations(config: DeepspeedConfig, where: str) -> Iterator[str]:
+def _combinations(config: DeepspeedConfig, where: str) -> Iterator[Problem]:
     stage, zero = config.zero_stage, config.zero_optimization
     if config.offloads("param") and stage != 3:
-        yield f"{where}.zero_optimization.offload_param: only stage 3 offloads weights, this is stage {stage}. Fix: stage: 3, or leave it out"
+        yield Problem(
+            f"{where}.zero_optimization.offload_param", f"only stage 3 offloads weights, this is stage {stage}. Fix: stage: 3, or leave it out"
+        )
     if config.offloads("optimizer") and stage == 0:
-        yield f"{where}.zero_optimization.offload_optimizer: stage 0 has no sharded optimizer to offload. Fix: stage: 1, 2 or 3, or leave it out"
+        yield Problem(
+            f"{where}.zero_optimization.offload_optimizer", "stage 0 has no sharded optimizer to offload. Fix: stage: 1, 2 or 3, or leave it out"
+        )
     if zero.get("overlap_comm") is True and stage in (0, 1):
-        yield f"{where}.zero_optimization.overlap_comm: not at stage {stage}, where the number of micro-batches varies. Fix: leave it out"
+        yield Problem(f"{where}.zero_optimization.overlap_comm", f"not at stage {stage}, where the number of micro-batches varies. Fix: leave it out")
     if zero.get("zenflow") is not None:
-        yield f"{where}.zero_optimization.zenflow: it steps with gradients of earlier updates. Fix: leave it out"
+        yield Problem(f"{where}.zero_optimization.zenflow", "it steps with gradients of earlier updates. Fix: leave it out")
     if config.zero_force_ds_cpu_optimizer and not config.offloads("optimizer"):
-        yield (
-            f"{where}.zero_force_ds_cpu_optimizer: DeepSpeedCPUAdam steps an optimizer that is offloaded. "
-            "Fix: zero_optimization: {offload_optimizer: {device: cpu}}, or leave it out"
+        yield Problem(
+            f"{where}.zero_force_ds_cpu_optimizer",
+            "DeepSpeedCPUAdam steps an optimizer that is offloaded. Fix: zero_optimization: {offload_optimizer: {device: cpu}}, or leave it out",
         )
 
 
@@ -125,13 +132,14 @@ class _Recording(dict[str, Any]):
         return super().get(key, default)
 
 
-def _unknown(config: DeepspeedConfig, context: TrainContext, where: str) -> Iterator[str]:
+def _unknown(config: DeepspeedConfig, context: TrainContext, where: str) -> Iterator[Problem]:
     """What DeepSpeed's own classes say of the configuration."""
     load()
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from pydantic import ValidationError
 
     settings = _Recording(engine_config(config, context))
+    # DeepSpeed lists its option names nowhere and ignores unknown ones: what its parser asks for are the names.
     _Recording.asked = set()
     parsed = True
     try:
@@ -141,17 +149,17 @@ def _unknown(config: DeepspeedConfig, context: TrainContext, where: str) -> Iter
         yield from _invalid(error, where)
     except (DeepSpeedConfigError, ValueError, TypeError, AssertionError, AttributeError) as error:
         parsed = False
-        yield f"{where}: DeepSpeed refuses it: {' '.join(str(error).split()) or type(error).__name__}"
+        yield Problem(where, f"DeepSpeed refuses it: {' '.join(str(error).split()) or type(error).__name__}")
     if parsed:  # an error ends the reading, and what was not read yet would look unknown
         known = _Recording.asked | set(OURS) | set(OTHER_FORMS)
         names = known | {attribute.name for attribute in attrs.fields(DeepspeedConfig)}
         for name in config.engine_args:
             if name not in known:
-                yield f"{where}: DeepSpeed has no option {name!r}.{did_you_mean(name, sorted(names))}"
+                yield Problem(where, f"DeepSpeed has no option {name!r}.{did_you_mean(name, sorted(names))}")
 
 
-def _invalid(error: Any, where: str) -> Iterator[str]:
-    """One line per problem that a class of DeepSpeed found; `error` is pydantic's."""
+def _invalid(error: Any, where: str) -> Iterator[Problem]:
+    """One problem for each thing that a class of DeepSpeed found; `error` is pydantic's."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
@@ -164,9 +172,9 @@ def _invalid(error: Any, where: str) -> Iterator[str]:
         place = ".".join([block, *map(str, path)])
         if found["type"] == "extra_forbidden":
             known = [] if inner is None else [key for field, info in inner.model_fields.items() for key in (field, info.alias) if key]
-            yield f"{place}: DeepSpeed has no option {str(name)!r}.{did_you_mean(str(name), known)}"
+            yield Problem(place, f"DeepSpeed has no option {str(name)!r}.{did_you_mean(str(name), known)}")
         else:
-            yield f"{place}{f'.{name}' if name != '' else ''}: {found['msg']}, got {found['input']!r}"
+            yield Problem(f"{place}.{name}" if name != "" else place, f"{found['msg']}, got {found['input']!r}")
 
 
 def _without_auto(block: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from turnwise_torch.models import first_line
 from turnwise_torch.state import read_state, write_state
 
 TAG = "deepspeed"
-_BROKEN = (OSError, RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, AssertionError, pickle.UnpicklingError)
+_FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_BROKEN = (OSError, RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, AssertionError)
 
 
 def facts(model: nn.Module, context: TrainContext, stage: int) -> dict[str, str]:
@@ -46,18 +50,26 @@ def save(folder: Path, engine: Any, context: TrainContext, expected: dict[str, s
     rng = {"rng/cpu": torch.get_rng_state()}
     if device.type == "cuda":
         rng["rng/cuda"] = torch.cuda.get_rng_state(device)
+    # Last: a save that broke off has no facts, and so is no checkpoint.
     write_state(folder / _part(context.ranks.rank), rng, {**expected, "updates": str(updates)})
 
 
 def load(folder: Path, engine: Any, context: TrainContext, expected: dict[str, str], device: torch.device) -> int:
     """Undo `save`; the number of updates. Raises CheckpointError."""
+    # Rank 0's part first, for it is there whatever the number of processes was; it says what differs.
     first = read_state(folder / _part(0), {name: value for name, value in expected.items() if name != "parameters"})[1]
     if first.get("parameters") != expected["parameters"]:
         raise CheckpointError(f"the training state in {folder} belongs to another model than {context.model}. Fix: the pretrain of that run")
     tensors, found = read_state(folder / _part(context.ranks.rank), expected)
     if context.trainable:
         try:
-            path, _ = engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=not _partly(engine))
+            with _tensors_and_numbers_alone():
+                path, _ = engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=not _partly(engine))
+        except pickle.UnpicklingError as error:  # torch's advice is to read it all the same
+            raise CheckpointError(
+                f"the training state in {folder} holds more than tensors and numbers, and was not read. "
+                "Fix: resume from a checkpoint that this strategy saved"
+            ) from error
         except _BROKEN as error:
             if is_out_of_memory(error):
                 raise
@@ -70,6 +82,25 @@ def load(folder: Path, engine: Any, context: TrainContext, expected: dict[str, s
     if "rng/cuda" in tensors and device.type == "cuda":
         torch.cuda.set_rng_state(tensors["rng/cuda"], device)
     return int(found["updates"])
+
+
+@contextmanager
+def _tensors_and_numbers_alone() -> Iterator[None]:
+    """torch.load refuses meanwhile what may run code. DeepSpeed asks for all of a pickle, in several places: only torch's variable overrules it."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    before = os.environ.get(_FORCED)
+    os.environ[_FORCED] = "1"
+    try:
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    finally:
+        if before is None:
+            del os.environ[_FORCED]
+        else:
+            os.environ[_FORCED] = before
 
 
 def _part(rank: int) -> str:

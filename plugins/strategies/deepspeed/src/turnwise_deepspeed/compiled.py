@@ -28,9 +28,9 @@ def prepare_cpu_adam() -> None:
         with building_alone(builder.name):
             builder.load(verbose=False)
     except Exception as error:  # DeepSpeed's own, torch's, those of the compiler's process
-        told = first_line(error).rstrip(".")[:300]
+        reason = first_line(error).rstrip(".")[:300]
         fix = f"a C++ compiler and ninja, a folder that can be written to as {_ROOT}, or zero_force_ds_cpu_optimizer: false"
-        raise MachineError(f"DeepSpeedCPUAdam cannot be compiled: {told}. Fix: {fix}") from error
+        raise MachineError(f"DeepSpeedCPUAdam cannot be compiled: {reason}. Fix: {fix}") from error
 
 
 @contextmanager
@@ -50,6 +50,7 @@ def building_alone(name: str) -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (folder / "lock").exists():
             shutil.rmtree(folder)
+        # torch reads the place of its builds from the environment alone.
         os.environ[_ROOT] = str(own)
         try:
             yield

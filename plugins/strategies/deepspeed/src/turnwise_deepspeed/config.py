@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from attrs import Attribute, field, frozen, validators
 
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+from turnwise.contracts.train import StrategyCapabilities
+from turnwise.data.numbers import BYTES
+from turnwise_torch.config import adam_betas
+
 STAGES = (0, 1, 2, 3)
 
 
 def _zero(instance: Any, attribute: Attribute[Any], value: Mapping[str, Any]) -> None:
-    stage = value.get("stage", 0)
+    stage = value.get("stage", 2)
     if type(stage) is not int or stage not in STAGES:
         raise ValueError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
     for key in ("offload_optimizer", "offload_param"):
         block = value.get(key)
         if block is not None and not (isinstance(block, Mapping) and block.get("device", "none") in ("none", "cpu", "nvme")):
             raise ValueError(f"zero_optimization.{key} must be a mapping with device none, cpu or nvme, got {block!r}")
-
-
-def _floats(values: Iterable[float]) -> tuple[float, ...]:
-    return tuple(float(value) for value in values)
-
-
-def _two_betas(instance: Any, attribute: Attribute[Any], value: tuple[float, ...]) -> None:
-    if len(value) != 2 or not all(0 <= beta < 1 for beta in value):
-        raise ValueError(f"betas must be two numbers in [0, 1), got {list(value)}")
 
 
 @frozen
@@ -41,7 +35,7 @@ class DeepspeedConfig:
 
     stage: int | None = field(default=None, validator=validators.optional(validators.in_(STAGES)))
     zero_optimization: Mapping[str, Any] = field(factory=dict, validator=_zero)
-    betas: tuple[float, ...] = field(default=(0.9, 0.999), converter=_floats, validator=_two_betas)
+    betas: tuple[float, ...] = adam_betas()
     eps: float = field(default=1e-8, validator=validators.gt(0))
     logits_chunk: int = field(default=0, validator=validators.ge(0))
     zero_force_ds_cpu_optimizer: bool = False
@@ -53,12 +47,17 @@ class DeepspeedConfig:
 
     @property
     def zero_stage(self) -> int:
-        """0: nothing is sharded, 1: the optimizer, 2: gradients too, 3: weights too."""
-        return int(self.zero_optimization.get("stage", 0) if self.stage is None else self.stage)
+        """0: nothing is sharded, 1: the optimizer, 2: gradients too, 3: weights too. 2 where none is named: 0 and 1 sum gradients in bf16."""
+        return int(self.zero_optimization.get("stage", 2) if self.stage is None else self.stage)
 
     def offloads(self, what: str) -> bool:
         """Whether `what` (`optimizer` or `param`) lives outside the device."""
         return (self.zero_optimization.get(f"offload_{what}") or {}).get("device", "none") != "none"
+
+    @property
+    def capabilities(self) -> StrategyCapabilities:
+        """Adapters leave alone, and the arithmetic below."""
+        return StrategyCapabilities(adapters=True, data_parallel_size=self.data_parallel_size, memory=self.memory)
 
     def data_parallel_size(self, world: int) -> int:
         """Every device sees rows of its own."""
@@ -75,6 +74,7 @@ class DeepspeedConfig:
         gradients = optimizer = 0
         if facts.get("trainable", True):
             gradients = count * width // (world if stage >= 2 else 1)
+            # A 32-bit model is its own master: the moments alone are added.
             optimizer = count * (8 if width == 4 else 12) // (world if stage >= 1 else 1)
         cpu = 0
         if self.offloads("optimizer"):

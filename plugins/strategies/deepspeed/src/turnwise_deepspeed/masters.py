@@ -73,13 +73,3 @@ def drop_gradients(engine: Any) -> None:
     for buffer in (*buffers, *getattr(optimizer, "accumulated_grads_in_cpu", {}).values()):
         if buffer is not None:
             buffer.zero_()
-
-
-def move(engine: Any, device: torch.device) -> None:
-    """Take the optimizer of stage 0 to `device`; the model moves its own parameters."""
-    optimizer = engine.optimizer
-    for group in getattr(optimizer, "fp32_groups", []):
-        for master in group:
-            master.data = master.data.to(device)
-    for state in engine.basic_optimizer.state.values():
-        state |= {key: value.to(device) for key, value in state.items() if key != "step"}

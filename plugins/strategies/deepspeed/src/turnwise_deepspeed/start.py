@@ -21,8 +21,9 @@ _WARNINGS = (
 
 
 def load() -> Any:
-    """The module `deepspeed`. On a machine without CUDA it is told so before it looks for an accelerator. Raises MachineError."""
+    """The module `deepspeed`. On a machine without CUDA its accelerator is set to the CPU before it looks for one. Raises MachineError."""
     if not torch.cuda.is_available():
+        # Before the import, which chooses the accelerator.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         import deepspeed
@@ -50,6 +51,7 @@ def join(ranks: Ranks, device: torch.device) -> Any:
     if os.environ.setdefault("LOCAL_RANK", index) != index and device.type == "cuda":  # DeepSpeed reads its device there, again and again
         raise MachineError(f"this process already drives device {os.environ['LOCAL_RANK']} (LOCAL_RANK), the role is on device {index}")
     if not dist.is_initialized():
+        # DeepSpeed's own start without a launcher looks for one (MPI, environment variables).
         dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
     if dist.get_world_size() != ranks.size:
         raise MachineError(f"this process is in a group of {dist.get_world_size()}, the role has {ranks.size} processes")

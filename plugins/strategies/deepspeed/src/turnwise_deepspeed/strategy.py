@@ -12,17 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.contracts.train import TrainContext
-from turnwise.data.rows import Update, UpdateResult
-from turnwise.errors import ConfigError
-from turnwise_deepspeed import arguments, checkpoint, masters
+from turnwise.errors import Problem, refuse
+from turnwise_deepspeed import arguments, checkpoint, masters, memory
 from turnwise_deepspeed.config import DeepspeedConfig
 from turnwise_deepspeed.start import join
 from turnwise_torch import lora, models
-from turnwise_torch.base import ModelStrategy, device_of
+from turnwise_torch.base import ModelStrategy
 from turnwise_torch.checks import model_problems
-from turnwise_torch.guard import Savings, out_of_memory_told, tells_out_of_memory
+from turnwise_torch.device import device_of, has_own_memory, release
+from turnwise_torch.guard import Savings, names_out_of_memory, out_of_memory_named
 from turnwise_torch.microbatch import MicroBatch
+from turnwise_torch.parked import Parked
 from turnwise_torch.ranks import limit_waits
+from turnwise_torch.runner import OneByOne
 
 T = TypeVar("T")
 
@@ -48,18 +50,19 @@ class DeepspeedStrategy(ModelStrategy):
 
     def __init__(self, config: DeepspeedConfig | None, context: TrainContext) -> None:
         self.config = config or DeepspeedConfig()
-        problems = self.check(self.config, context)
-        if problems:
-            raise ConfigError([line.removeprefix("machine: ") for line in problems])
+        refuse(self.check(self.config, context))
         torch.manual_seed(context.seed + context.ranks.rank)  # for policy losses that draw random numbers
         super().__init__(context, device_of(context))
         self.stage = self.config.zero_stage
         self.logits_chunk = self.config.logits_chunk
         self.engine: Any = None
-        self._lr, self._norm = 0.0, math.inf
+        self._norm = math.inf
+        self._parked: Parked | None = None
+        self.runner = OneByOne(self.group, self._backward)
         self._deepspeed = join(context.ranks, self.device)
-        with out_of_memory_told("loading the model", context.role, "hold", self.savings):
+        with out_of_memory_named("loading the model", context.role, "hold", self.savings):
             self.model = self._load_model()
+            # Before `_start`, after which stage 3 shows parameters of shape [0].
             self._facts = checkpoint.facts(self.model, context, self.stage)
             if context.trainable or self.stage == 3:
                 self._start()
@@ -68,8 +71,8 @@ class DeepspeedStrategy(ModelStrategy):
         limit_waits(context.runtime_timeout)  # DeepSpeed's groups as well
 
     @staticmethod
-    def check(config: DeepspeedConfig, context: TrainContext) -> list[str]:
-        """What can be known before the model is loaded: one line per problem, `machine: …` for what only this machine lacks."""
+    def check(config: DeepspeedConfig, context: TrainContext) -> list[Problem]:
+        """What can be known before the model is loaded."""
         return [*arguments.problems(config, context), *model_problems(context, "deepspeed")]
 
     # ---------------------------------------------------------------- building
@@ -78,12 +81,13 @@ class DeepspeedStrategy(ModelStrategy):
         """The whole model on the CPU: a trained one in fp32, from which the masters start, any other in the compute dtype."""
         context = self.context
         load = models.load_causal_lm if context.head == "lm" else models.load_value_model
-        model = load(context.model, "fp32" if context.trainable else context.dtype, context.attn_implementation)
+        model = load(context.model, "fp32" if context.trainable else context.dtype, context.attn_implementation, context.trust_remote_code)
         if context.head == "lm":
             models.check_head(model)
         if context.use_sequence_packing:
             models.check_packing(model)
         lora.choose_trained(model, context)
+        # Written while parameters are whole: stage 3 leaves nothing of them to copy into.
         adapters = dict(model.named_parameters())
         for name, value in lora.initial_values(model, context.seed).items():
             adapters[name].data.copy_(value)
@@ -93,6 +97,7 @@ class DeepspeedStrategy(ModelStrategy):
 
     def _start(self) -> None:
         settings = arguments.engine_config(self.config, self.context)
+        # Taken before the rounding, so that masters start from what the folder holds.
         starts = masters.starting_values(self.model)
         masters.round_to(self.model, models.torch_dtype(self.context.dtype))
         optimizer = masters.build_optimizer(self._deepspeed, self.model, self.config, self.context.weight_decay) if starts else None
@@ -119,23 +124,17 @@ class DeepspeedStrategy(ModelStrategy):
 
     # ---------------------------------------------------------------- the update
 
-    def update(self, update: Update) -> UpdateResult:
-        """As ModelStrategy.update."""
-        self._lr = update.lr
-        return super().update(update)
-
     def _backward(self, loss: Tensor, last: bool) -> None:
-        """DeepSpeed takes the mean over ranks, the objective is a sum. A loss that is not finite becomes a gradient that is not, for which
-        DeepSpeed makes no step."""
-        bad = torch.where(loss.detach().isfinite(), 1.0, math.nan)
-        self.engine.backward(loss * bad * self.context.ranks.size, scale_wrt_gas=False)
+        """DeepSpeed takes the mean over ranks, the objective is a sum."""
+        self.engine.backward(loss * self.context.ranks.size, scale_wrt_gas=False)
 
-    def _clip(self) -> float:
-        """All of DeepSpeed's step: it exchanges gradients, measures, clips and moves the weights in one call, or finds a norm that is not
-        finite and moves nothing."""
+    def _optimize(self, lr: float) -> float:
+        """DeepSpeed exchanges gradients, measures, clips and moves the weights in one call, or finds a norm that is not finite and moves nothing;
+        in which case it gives no norm."""
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = self._lr
+            group["lr"] = lr
         self.engine.step()
+        # Stage 0 in fp32: torch's optimizer as it is, for which DeepSpeed has no norm; the hook of `_start` took it.
         if self.engine.optimizer is self.engine.basic_optimizer:
             return self._norm
         return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else math.inf
@@ -145,9 +144,6 @@ class DeepspeedStrategy(ModelStrategy):
         self._norm = float(nn.utils.clip_grad_norm_(parameters, self.context.max_grad_norm or math.inf))
         if not math.isfinite(self._norm):
             self.engine.zero_grad()  # a parameter without a gradient is not stepped
-
-    def _step(self, lr: float) -> None:
-        """Done in `_clip`."""
 
     def _clear(self) -> None:
         masters.drop_gradients(self.engine)
@@ -160,39 +156,34 @@ class DeepspeedStrategy(ModelStrategy):
 
     # ---------------------------------------------------------------- state
 
-    @tells_out_of_memory("the checkpoint", "hold")
+    @names_out_of_memory("the checkpoint", "hold")
     def save(self, folder: Path) -> None:
         """This process's part: DeepSpeed's checkpoint, random state and the number of updates. Raises CheckpointError."""
         checkpoint.save(Path(folder), self.engine, self.context, self._facts, self._updates, self.device)
 
-    @tells_out_of_memory("resuming", "hold")
+    @names_out_of_memory("resuming", "hold")
     def load(self, folder: Path) -> None:
         """Undo `save`, exactly. Raises CheckpointError: also for a state of another stage or number of processes."""
         self._updates = checkpoint.load(Path(folder), self.engine, self.context, self._facts, self.device)
 
-    @tells_out_of_memory("offloading", "move")
+    @names_out_of_memory("offloading", "move")
     def offload(self) -> None:
-        """Move weights, masters and moments to main memory, but for what lives there and a reference sharded by stage 3, which DeepSpeed
-        cannot move. Nothing on a CPU."""
-        self._move(torch.device("cpu"))
-
-    @tells_out_of_memory("onloading", "move")
-    def onload(self) -> None:
-        """Move them back."""
-        self._move(self.device)
-
-    def _move(self, device: torch.device) -> None:
-        if self.device.type == "cpu":
+        """Move what is on the device to main memory, at any stage; gradients are dropped. Nothing on a CPU."""
+        if self._parked is not None or not has_own_memory(self.device):
             return
-        if self.engine is None or self.stage == 0:
-            self.model.to(device)
-            if self.engine is not None:
-                masters.move(self.engine, device)
-        elif self.context.trainable and not self.config.offloads("param"):
-            if device.type == "cpu":
-                self.engine.offload_states(pin_memory=False)
-            else:
-                self.engine.reload_states()
+        dropped = []
+        if self.context.trainable:
+            masters.drop_gradients(self.engine)
+            dropped = memory.gradients(self.engine, self.device)
+        self._parked = Parked(memory.states(self.model, self.engine, self.device), dropped)
+        release(self.device)
+
+    @names_out_of_memory("onloading", "move")
+    def onload(self) -> None:
+        """Move it back."""
+        if self._parked is not None:
+            self._parked.back()
+            self._parked = None
 
     def close(self) -> None:
         """Withdraw what is on offer, take DeepSpeed's hooks off, leave the process group; may be called twice."""

@@ -1,6 +1,6 @@
 """Hooks of turnwise-hf: the model source and inference with Hugging Face transformers."""
 
-from turnwise.hookspecs import Implementation, hookimpl
+from turnwise import Implementation, hookimpl
 
 
 @hookimpl

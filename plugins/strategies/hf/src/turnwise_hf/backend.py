@@ -18,10 +18,10 @@ from attrs import define, field
 from torch import nn
 
 from turnwise.contracts.chat import Chat
-from turnwise.contracts.inference import InferenceContext, Request, checked_ids
+from turnwise.contracts.inference import DeviceMemory, InferenceContext, Request, checked_ids
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation
-from turnwise.errors import ConfigError, EngineError, TurnwiseError, listed
+from turnwise.errors import ConfigError, EngineError, Problem, TurnwiseError, listed
 from turnwise_hf import adapters
 from turnwise_hf.chat import HfChat
 from turnwise_hf.config import HfConfig
@@ -38,7 +38,7 @@ from turnwise_torch.vision import Vision, has_vision
 
 @define(eq=False)
 class _Waiting:
-    """A request, its row, and who waits for it; `drop` tells the running batch that nobody does any more."""
+    """A request, its row, and who waits for it; `drop` takes the row out of the running batch once nobody does."""
 
     request: Request
     row: Row
@@ -60,13 +60,11 @@ class HfBackend:
     """`turnwise.contracts.inference.InferenceBackend` with unmodified causal models.
 
     A batch starts when as many requests wait as episodes are live (`live`), in the order of `Request.order`, `infer_batch_size` rows at a
-    time; if nobody tells how many are live, after `batch_wait` seconds. Equal seeds, weights and ids give equal tokens in any batch, beyond
+    time; if it is not known how many are live, after `batch_wait` seconds. Equal seeds, weights and ids give equal tokens in any batch, beyond
     rounding.
     """
 
     input: Literal["ids", "messages"] = "ids"
-    transports: tuple[str, ...] = ("shared", "shared_memory", "process_group", "safetensors")
-    adapters = True
 
     def __init__(self, config: HfConfig, context: InferenceContext) -> None:
         """Raises ConfigError. The model is loaded by the first request, unless weights are received before."""
@@ -77,7 +75,7 @@ class HfBackend:
                 f"actor_infer.model_args.attn_implementation: {context.attn_implementation!r} is none of hf's: {listed(ATTENTION)}. Fix: sdpa"
             )
         self._config, self._context, self._folder = config, context, context.model
-        self._chat: Chat = context.chat or HfChat(context.model)
+        self._chat: Chat = context.chat or HfChat(context.model, context.trust_remote_code)
         self._vocabulary = _vocabulary(context.model)
         self._vision = Vision(context.model) if has_vision(context.model) else None
         self._device = torch.device(f"cuda:{context.devices[0]}" if context.devices and torch.cuda.is_available() else "cpu")
@@ -96,12 +94,21 @@ class HfBackend:
         self._half_written = False
 
     @staticmethod
-    def check(config: HfConfig, context: InferenceContext) -> list[str]:
-        """What can be known before anything is built: one line per problem, `machine: …` for what only this machine lacks."""
+    def transports(config: HfConfig, context: InferenceContext) -> tuple[str, ...]:
+        """The trainer's own module at best, else tensors by any way."""
+        return ("shared", "shared_memory", "process_group", "safetensors")
+
+    def receivers(self, transport: str) -> int:
+        """One reads."""
+        return 1
+
+    @staticmethod
+    def check(config: HfConfig, context: InferenceContext) -> list[Problem]:
+        """What can be known before anything is built."""
         if context.lora is None or importlib.util.find_spec("peft") is not None:
             return []
-        lack = "machine: actor_train.model_args.lora_sync: adapters alone need the package peft in the hf backend"
-        return [f"{lack}. Fix: pip install 'turnwise-torch[lora]', or lora_sync: merged"]
+        text = "adapters alone need the package peft in the hf backend. Fix: pip install 'turnwise-torch[lora]', or lora_sync: merged"
+        return [Problem("actor_train.model_args.lora_sync", text, machine=True)]
 
     async def generate(self, request: Request) -> Generation:
         """Sample one response. Raises EngineError: a prompt without room or with ids outside the vocabulary, a failed batch (with its cause)."""
@@ -128,8 +135,8 @@ class HfBackend:
 
         Between two tokens; a batch in progress goes on with the new weights and reads its sequences again. Returns the version.
         """
-        if offer.transport not in self.transports:
-            raise EngineError(f"the hf backend cannot receive weights by {offer.transport!r}. Known: {listed(self.transports)}")
+        if offer.transport not in (known := self.transports(self._config, self._context)):
+            raise EngineError(f"the hf backend cannot receive weights by {offer.transport!r}. Known: {listed(known)}")
         if offer.transport != "shared" and (offer.adapter is None) != (self._context.lora is None):
             brings, wants = ("adapters alone", "whole weights") if offer.adapter else ("whole weights", "adapters alone")
             raise EngineError(f"the trainer offers {brings}, this backend was built for {wants}. Fix: one actor_train.model_args.lora_sync for both")
@@ -153,9 +160,10 @@ class HfBackend:
         """Move an own model to the CPU, between two tokens; the trainer's is the trainer's to move."""
         await self._between(lambda: self._move(True))
 
-    async def wake(self) -> None:
-        """Undo `sleep`."""
-        await self._between(lambda: self._move(False))
+    async def wake(self, what: DeviceMemory) -> None:
+        """Undo `sleep`: of a cache there is none between two batches."""
+        if what == "weights":
+            await self._between(lambda: self._move(False))
 
     async def close(self) -> None:
         """End the thread and forget the model; requests that wait fail with EngineError. May be called twice."""
@@ -185,7 +193,7 @@ class HfBackend:
             return None
         # A character is at most four tokens of a byte-level tokenizer; the rest is for a character cut at the front.
         tail = 4 * max(map(len, strings)) + 4
-        return lambda ids: any(string in text for text in [self._chat.decode(ids[-tail:])] for string in strings)
+        return lambda ids: any(string in text for text in [self._chat.decode(ids[-tail:], special=True)] for string in strings)
 
     def _start_if_ready(self) -> None:
         if not self._waiting or (self._live and len(self._waiting) < self._live):
@@ -199,6 +207,7 @@ class HfBackend:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        # Not in the order of arrival, which timing decides: equal runs are to form equal batches.
         waiting = sorted(self._waiting, key=lambda item: (item.request.order, item.request.seed))
         self._waiting = []
         size = self._context.infer_batch_size or len(waiting)
@@ -208,6 +217,7 @@ class HfBackend:
     def _submit(self, batch: list[_Waiting]) -> None:
         aborted: set[int] = set()
         for index, waiting in enumerate(batch):
+            # The index is bound as a default: a closure over the loop's variable would drop the last row.
             waiting.drop = lambda index=index: aborted.add(index)  # type: ignore[misc]
         try:
             done: Future[list[Sampled]] = self._worker.submit(lambda: self._sample([waiting.row for waiting in batch], aborted))
@@ -273,7 +283,9 @@ class HfBackend:
 
     def _load(self) -> nn.Module:
         if self._own is None:
-            self._own = load_causal_lm(self._folder, self._context.dtype, self._context.attn_implementation).to(self._device)
+            context = self._context
+            model = load_causal_lm(self._folder, context.dtype, context.attn_implementation, context.trust_remote_code)
+            self._own = model.to(self._device)
         return self._own
 
     def _receive(self, offer: Offer) -> int:
@@ -288,6 +300,7 @@ class HfBackend:
             elif offer.transport == "safetensors":
                 load_into(model, Path(offer.payload["folder"]))
             else:
+                # Until the stream has ended: one that breaks off leaves a model that must not sample.
                 self._half_written = True
                 read = receive if offer.transport == "shared_memory" else self._member.receive
                 # Closed early, the trainer stops sending.
@@ -330,6 +343,7 @@ class _Hold:
 
     def take(self) -> None:
         self.serving = self._backend._current()
+        # A shared module is the trainer's: its step takes the same lock, and never changes weights under a token.
         self.serving.lock.acquire()
         self._held = True
         self._training = self.serving.model.training
@@ -349,9 +363,9 @@ def _fail(waiting: _Waiting, error: BaseException) -> None:
     """Give every waiting request an EngineError of its own, with the cause; what is one already keeps its words."""
     if waiting.future.done():
         return
-    told = EngineError(str(error) if isinstance(error, TurnwiseError) else f"the hf backend failed: {type(error).__name__}: {error}")
-    told.__cause__ = error
-    waiting.future.set_exception(told)
+    failure = EngineError(str(error) if isinstance(error, TurnwiseError) else f"the hf backend failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    waiting.future.set_exception(failure)
 
 
 def _cut(text: str, request: Request) -> str:

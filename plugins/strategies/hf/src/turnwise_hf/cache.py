@@ -30,6 +30,7 @@ class RowCache(Cache):
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (rows, heads, capacity, head_size)
+        # Zeros and not empty memory: a masked position still enters the products, and 0 · NaN is NaN.
         self._keys = [weight.new_zeros(shape) for _ in range(config.num_hidden_layers)]
         self._values = [weight.new_zeros(shape) for _ in range(config.num_hidden_layers)]
         self._rows, self._end = slice(None), 0
@@ -60,6 +61,7 @@ class RowCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [rows, heads, tokens, head size] of one layer; give all keys and values up to the end of the pass."""
+        # Rows are a slice and never a list of indices: these are views, and writing into a copy would be lost.
         keys, values = self._keys[layer_idx][self._rows], self._values[layer_idx][self._rows]
         if self._positions is None:
             keys[:, :, self._start : self._end] = key_states
@@ -94,6 +96,7 @@ class RowCache(Cache):
 
     def _mask(self, position_ids: Tensor) -> Tensor:
         visible = (torch.arange(self._end, device=position_ids.device) <= position_ids[..., None])[:, None]
+        # Eager attention adds its mask to the scores; sdpa takes one of truth values.
         if not self._eager:
             return visible
         dtype = self._keys[0].dtype

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from turnwise.contracts.chat import Message
 from turnwise.data.trajectory import int32
 from turnwise.errors import ConfigError
+from turnwise_torch.models import untrusted
 from turnwise_torch.vision import Vision, has_vision
 
 _SENTINEL = "turnwise7b1d5e"
@@ -59,17 +63,20 @@ class HfChat:
     Returned arrays are cached and read-only. Several threads may use it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ConfigError for a folder without a usable tokenizer or chat template."""
-        self.folder = Path(folder)
+    def __init__(self, folder: Path, trust_remote_code: bool = False) -> None:
+        """Raises ConfigError for a folder without a usable tokenizer or chat template, or with a tokenizer of code that is not to run."""
+        self.folder, self._trusted = Path(folder), trust_remote_code
         try:
-            self.tokenizer = _load_tokenizer(self.folder)
+            self.tokenizer = _load_tokenizer(self.folder, trust_remote_code)
         except (OSError, ValueError, ImportError, KeyError) as error:
-            raise ConfigError(f"cannot load the tokenizer in {self.folder}: {_first_line(error)}. Fix: save it with save_pretrained") from error
+            reason = untrusted(error) or f"{_first_line(error)}. Fix: save it with save_pretrained"
+            raise ConfigError(f"cannot load the tokenizer in {self.folder}: {reason}") from error
         self._vision = Vision(self.folder) if has_vision(self.folder) else None
         self._image_text = None if self._vision is None else str(self.tokenizer.convert_ids_to_tokens(self._vision.token))
         if not self.tokenizer.chat_template:
             raise ConfigError(f"{self.folder} has no chat template. Fix: put a Jinja template into it as chat_template.jinja")
+        self._args: dict[str, Any] = {}
+        self._variants: dict[str, HfChat] = {}
         self._backend = self._fast_backend()
         # Text that continues a message is plain: what looks like a special token in it must not become one.
         self._plain = Tokenizer.from_str(self._backend.to_str())
@@ -78,12 +85,39 @@ class HfChat:
         self._continuations: Recent[tuple[np.ndarray, int]] = Recent()
         self._decoded: Recent[str] = Recent()
         self.stop_ids: tuple[int, ...] = self._find_stop_ids()
-        ends = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, self.tokenizer.pad_token_id}
-        self._ends = np.array(sorted((ends - {None}) | set(self.stop_ids)), np.int32)
+        # What the tokenizer calls special. Tokens that were merely added, such as <think>, are text that environments and patterns read.
+        added = {token for token, entry in self._backend.get_added_tokens_decoder().items() if entry.special}
+        self._special = np.array(sorted(added | set(self.tokenizer.all_special_ids) | set(self.stop_ids)), np.int32)
 
-    def __reduce__(self) -> tuple[type[HfChat], tuple[Path]]:
+    def __reduce__(self) -> tuple[Callable[..., HfChat], tuple[Path, bool, dict[str, Any]]]:
         """Another process reads the folder again."""
-        return HfChat, (self.folder,)
+        return _chat_of, (self.folder, self._trusted, self._args)
+
+    def with_args(self, args: Mapping[str, Any]) -> HfChat:
+        """This chat with further arguments for its template; the same one for the same arguments."""
+        if not args:
+            return self
+        wanted = {**self._args, **args}
+        key = json.dumps(wanted, sort_keys=True, default=str)
+        known = self._variants.get(key)
+        if known is None:
+            self._check_args(wanted)
+            # Tokenizer and what was decoded are shared: only what the template writes differs.
+            known = copy.copy(self)
+            known._args, known._rendered, known._continuations = wanted, Recent(), Recent()
+            known = self._variants.setdefault(key, known)
+        return known
+
+    def _check_args(self, args: Mapping[str, Any]) -> None:
+        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        for name in args:
+            problem = ""
+            if name in taken or name in ("messages", "kwargs"):
+                problem = "is not an argument of the template's own"
+            elif not re.search(rf"\b{re.escape(name)}\b", str(self.tokenizer.chat_template)):
+                problem = f"the chat template of {self.folder} does not read it"
+            if problem:
+                raise ConfigError(f"template_args: {name!r}: {problem}. Fix: a name that the template reads, such as enable_thinking where it does")
 
     def render(self, messages: Sequence[Message], images: Sequence[np.ndarray] = (), tools: Sequence[dict[str, Any]] | None = None) -> np.ndarray:
         """int32 ids of the conversation, ending with the header of the assistant's turn to come. Raises ConfigError (template, images)."""
@@ -120,17 +154,19 @@ class HfChat:
         """int32 ids of plain `text` inside the same message; special tokens written in it stay text."""
         return int32(self._plain.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, ids: np.ndarray) -> str:
-        """The text of sampled ids. Only at the end are tokens left out: those that end a turn, and padding. Others are visible in the text."""
+    def decode(self, ids: np.ndarray, special: bool = False) -> str:
+        """The text of sampled ids, without special tokens; with `special`, all of them are visible."""
         ids = int32(ids)
-        key = ids.tobytes()
+        key = (ids.tobytes(), special)
         text = self._decoded.get(key)
         if text is None:
-            kept = len(ids)
-            while kept and ids[kept - 1] in self._ends:
-                kept -= 1
-            text = self._decoded.put(key, self._backend.decode(ids[:kept].tolist(), skip_special_tokens=False), len(ids))
+            kept = ids if special else ids[~np.isin(ids, self._special)]
+            text = self._decoded.put(key, self._backend.decode(kept.tolist(), skip_special_tokens=False), len(ids))
         return text
+
+    def begins_image(self, ids: np.ndarray) -> bool:
+        """Whether `ids` hold the start of an image and its first token; never for a text model."""
+        return self._vision is not None and bool(len(self._vision.starts(int32(ids))))
 
     def _fast_backend(self) -> Tokenizer:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
@@ -155,13 +191,14 @@ class HfChat:
             times = np.ones(len(ids), np.int64)
             times[places] = counts
             ids = np.repeat(ids, times)
+        # The caches give the same array to every caller.
         ids.flags.writeable = False
         return ids
 
     def _template(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = True) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) if tools else None, add_generation_prompt=add_generation_prompt, tokenize=False
+                list(messages), tools=list(tools) if tools else None, add_generation_prompt=add_generation_prompt, tokenize=False, **self._args
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
@@ -223,6 +260,10 @@ class HfChat:
         return ConfigError(f"{self.folder} is taken as a text model, but a message holds an image. Fix: a text rendering of the environment")
 
 
+def _chat_of(folder: Path, trust_remote_code: bool, args: dict[str, Any]) -> HfChat:
+    return HfChat(folder, trust_remote_code).with_args(args)
+
+
 def _key(messages: Sequence[Message]) -> Hashable:
     """Equal for equal messages; fields other than role and content (tool calls) by their JSON."""
     return tuple(
@@ -233,13 +274,15 @@ def _key(messages: Sequence[Message]) -> Hashable:
     )
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     """The tokenizer as the folder means it: exactly its tokenizer.json where it names no architecture's class, else by `AutoTokenizer`
     (which would rebuild the pipeline for some architectures, see `tokenizers.save_tokenizer`)."""
     settings = folder / "tokenizer_config.json"
     named = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
     as_it_is = named in ("TokenizersBackend", "PreTrainedTokenizerFast") and (folder / "tokenizer.json").is_file()
-    return (PreTrainedTokenizerFast if as_it_is else AutoTokenizer).from_pretrained(folder, local_files_only=True)
+    if as_it_is:
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
 
 
 def _first_line(error: BaseException) -> str:

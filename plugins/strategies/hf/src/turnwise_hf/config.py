@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from attrs import define, field, fields, frozen
 
+from turnwise.contracts.inference import BackendCapabilities
 from turnwise.errors import ConfigError, did_you_mean, listed
 
 Architecture = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "qwen2_5_vl"]
@@ -17,8 +18,9 @@ SPECIAL_TOKENS = 3
 
 @frozen
 class HfConfig:
-    """`batch_wait`: seconds for which requests are collected when nobody tells how many episodes are live (outside a run's scheduler)."""
+    """`batch_wait`: seconds for which requests are collected when it is not known how many episodes are live (outside a run's scheduler)."""
 
+    capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(adapters=True)
     batch_wait: float = 0.002
 
 

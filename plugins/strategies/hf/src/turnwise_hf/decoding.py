@@ -48,7 +48,7 @@ class Sampled:
 
 
 Gate = Callable[[], tuple[nn.Module, int]]
-"""Called before every token: may wait, and tells the model and the version that sample the next token."""
+"""Called before every token: may wait, and returns the model and the version that sample the next token."""
 
 
 def sample_batch(
@@ -94,6 +94,7 @@ class _Batch:
                 return self._results()
             step += 1
             now = self._gate()
+            # Keys and values of the old weights fit no token of the new ones (see sample_batch).
             if now != (model, version):
                 (model, version), live = now, live[running]
                 logits, order, cache = self._prefill(model, [self._sequence(index, step) for index in live], live)
@@ -101,6 +102,7 @@ class _Batch:
                 lengths = np.array([len(self._rows[index].ids) + step for index in live], np.int64)
                 running = np.ones(len(live), bool)
                 continue
+            # Dropping rows copies the whole cache: only when a quarter of them is idle.
             if 4 * running.sum() <= 3 * len(live):
                 keep = np.flatnonzero(running)
                 cache.select(torch.from_numpy(keep).to(logits.device))
@@ -162,6 +164,7 @@ def prefill(model: nn.Module, prompts: Sequence[np.ndarray], reserved: int = _RE
     by_length = np.argsort(lengths, kind="stable")
     unique = [prompts[first[index]] for index in by_length]
     lengths = lengths[by_length]
+    # Rows are sorted by length, so that the chunks below pad by little.
     table = np.zeros((len(unique), lengths[-1]), np.int64)
     for row, prompt in zip(table, unique):
         row[: len(prompt)] = prompt
@@ -234,6 +237,7 @@ def _shared_beginning(table: np.ndarray, shortest: int) -> int:
     """How many first tokens all rows share, leaving each at least one; 0 if that is too few to matter."""
     if len(table) == 1:
         return 0
+    # The last token of every prompt is computed by itself: its logits are what sampling begins with.
     equal = (table[:, : shortest - 1] == table[0, : shortest - 1]).all(axis=0)
     shared = int(len(equal) if equal.all() else equal.argmin())
     return shared if shared >= _SHARED else 0

@@ -6,19 +6,15 @@ import atexit
 import functools
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from turnwise.contracts.chat import ModelSourceContext
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
 from turnwise.contracts.train import Offer
-from turnwise.data.trajectory import float32
 from turnwise_hf.config import HfConfig
 from turnwise_hf.source import HfModelSource
+from turnwise_torch.fixtures import log_probs
 from turnwise_torch.models import load_causal_lm
 
 _TEXTS = ("The goal is 2 down 1 right. Holes: Left Down.", "Which way?", "Left", "Down", "Right", "Up")
@@ -46,13 +42,6 @@ def backend_fixture() -> dict[str, Any]:
     chat = source.chat(folder)
     model = load_causal_lm(folder, "fp32", "eager")
 
-    def reference_logprobs(ids: Sequence[int] | np.ndarray, temperature: float) -> np.ndarray:
-        tokens = torch.tensor(np.asarray(ids), dtype=torch.int64)
-        with torch.no_grad():
-            logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
-        chosen = torch.log_softmax(logits / (temperature or 1.0), dim=-1).gather(1, tokens[1:, None])[:, 0]
-        return float32(np.concatenate([[0.0], chosen.numpy()]))
-
     def request(seed: int, temperature: float = 1.0, max_new_tokens: int = 8) -> Request:
         ids = chat.render([{"role": "user", "content": "Which way?"}])
         return Request(seed, GeneratingArgs(max_new_tokens, temperature), max_new_tokens, (0, 0, seed, 0, 0), ids=ids)
@@ -61,7 +50,7 @@ def backend_fixture() -> dict[str, Any]:
         return Offer("safetensors", version, {"folder": str(folder)})
 
     context = InferenceContext(folder, chat, dtype="fp32", sequence_length=256)
-    return {"config": HfConfig(), "context": context, "reference_logprobs": reference_logprobs, "request": request, "offer": offer}
+    return {"config": HfConfig(), "context": context, "reference_logprobs": functools.partial(log_probs, model), "request": request, "offer": offer}
 
 
 def source_fixture() -> dict[str, Any]:

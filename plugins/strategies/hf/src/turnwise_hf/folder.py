@@ -1,4 +1,4 @@
-"""What makes a folder a usable model in Hugging Face layout, told without loading torch."""
+"""What makes a folder a usable model in Hugging Face layout, found without loading torch."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def header(path: Path) -> dict[str, Any]:
         if size < 8 or length > size - 8:
             raise ValueError("cut short, or no safetensors file")
         entries = json.loads(file.read(length))
+    # The format's one entry that is no tensor.
     entries.pop("__metadata__", None)
     end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     if size != 8 + length + end:
-        raise ValueError(f"{size} bytes where its header tells {8 + length + end}: cut short")
+        raise ValueError(f"{size} bytes where its header says {8 + length + end}: cut short")
     return entries
 
 

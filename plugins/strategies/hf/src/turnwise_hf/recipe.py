@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from attrs import asdict
 from transformers import (
+    AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -30,10 +31,10 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from turnwise.contracts.chat import Message
-from turnwise.errors import ConfigError, MachineError
+from turnwise.errors import CheckpointError, ConfigError, MachineError
 from turnwise_hf.config import Recipe
 from turnwise_hf.folder import folder_problems
-from turnwise_hf.tokenizers import IMAGE, VIDEO, VISION_END, VISION_START, build_tokenizer, save_tokenizer, shown_texts
+from turnwise_hf.tokenizers import IMAGE, VIDEO, VISION_END, VISION_START, build_tokenizer, save_tokenizer, shown_texts, template_of
 from turnwise_torch.models import quiet
 
 _ARCHITECTURES: dict[str, tuple[Any, Any]] = {
@@ -47,14 +48,15 @@ _LAYOUT = 1
 """Part of the digest: raised when this file or the tokenizers change what a recipe gives."""
 
 
-def prepare_recipe(recipe: Recipe, messages: Sequence[Message], seed: int, cache: Path) -> Path:
+def prepare_recipe(recipe: Recipe, messages: Sequence[Message], seed: int, cache: Path, tokenizer: Path | None = None) -> Path:
     """The folder `cache/<digest of recipe, seed and texts>`, made unless it is there and complete. Raises ConfigError, MachineError.
 
-    The tokenizer is trained on those of `messages` that the recipe's chat template shows.
+    The tokenizer is that of the model folder `tokenizer`, with the recipe's chat template; without one it is trained on those of `messages`
+    that the template shows. Raises CheckpointError for a folder without one.
 
     The folder appears by one rename, so a killed or a second process never leaves half of one. The global RNG state is left as it was.
     """
-    texts = sorted(shown_texts(recipe, messages))
+    texts = _files(tokenizer) if tokenizer is not None else sorted(shown_texts(recipe, messages))
     if recipe.tokenizer == "word" and not texts:
         raise ConfigError("pretrain.recipe.tokenizer: word needs the environments' texts, and there are none. Fix: tokenizer: byte_bpe")
     seed = seed if recipe.seed is None else recipe.seed
@@ -65,7 +67,7 @@ def prepare_recipe(recipe: Recipe, messages: Sequence[Message], seed: int, cache
         folder.parent.mkdir(parents=True, exist_ok=True)
         making = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
         try:
-            _write(recipe, texts, seed, making)
+            _write(recipe, _loaded(tokenizer, recipe) if tokenizer is not None else build_tokenizer(recipe, texts), seed, making)
             _move(making, folder)
         finally:
             shutil.rmtree(making, ignore_errors=True)
@@ -81,8 +83,21 @@ def _digest(recipe: Recipe, texts: Sequence[str], seed: int) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _write(recipe: Recipe, texts: Sequence[str], seed: int, folder: Path) -> None:
-    tokenizer = build_tokenizer(recipe, texts)
+def _files(folder: Path) -> list[str]:
+    """What a saved tokenizer is, for the digest."""
+    try:
+        return [(folder / name).read_text(encoding="utf-8") for name in ("tokenizer.json", "tokenizer_config.json")]
+    except OSError as error:
+        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}. Fix: resume from another checkpoint.") from error
+
+
+def _loaded(folder: Path, recipe: Recipe) -> PreTrainedTokenizerFast:
+    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer.chat_template = template_of(recipe)
+    return tokenizer
+
+
+def _write(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int, folder: Path) -> None:
     with quiet():
         build_model(recipe, tokenizer, seed).save_pretrained(folder)
     if recipe.architecture == "qwen2_5_vl":

@@ -33,6 +33,7 @@ class Rules:
         return cls(
             temperature=float32([item.temperature or 1.0 for item in args]),
             greedy=greedy,
+            # Greedy rows take the largest logit, which no cut takes out: they need not be sorted.
             top_p=np.where(greedy, 1.0, [item.top_p for item in args]),
             top_k=np.where(greedy, 0, [item.top_k for item in args]),
             seeds=np.array([seed % 2**64 for seed in seeds], np.uint64),
@@ -48,6 +49,7 @@ def uniform(seeds: np.ndarray, position: int) -> np.ndarray:
 
     SplitMix64 (Steele, Lea, Flood 2014) from a mixed seed, so that neighbouring seeds are far apart; the upper 52 bits.
     """
+    # The generator's arithmetic is modulo 2⁶⁴: overflow is meant.
     with np.errstate(over="ignore"):
         state = _mixed(seeds + _GOLDEN) + np.uint64(position + 1) * _GOLDEN
         return (_mixed(state) >> np.uint64(12)).astype(np.float64) * 2.0**-52
@@ -69,6 +71,7 @@ def draw(logits: Tensor, rules: Rules, position: int) -> tuple[np.ndarray, np.nd
     logits = logits.float()
     if not (rules.temperature == 1).all():
         logits = logits / torch.from_numpy(rules.temperature).to(device)[:, None]
+    # Before top-k and top-p are applied: the trainer computes its own over the full vocabulary.
     logprobs = torch.log_softmax(logits, dim=-1)
     if rules.greedy.all():
         tokens = logprobs.argmax(dim=-1)
@@ -95,6 +98,7 @@ def truncated(mass: Tensor, rules: Rules) -> Tensor:
     if not len(rows):
         return mass
     device, index = mass.device, torch.from_numpy(rows).to(mass.device)
+    # Stable, so that of equal masses the smaller id stays on every device.
     ordered, order = mass[index].sort(dim=-1, descending=True, stable=True)
     top_k = torch.from_numpy(np.where(rules.top_k[rows] > 0, rules.top_k[rows], mass.shape[-1])).to(device)[:, None]
     ordered = ordered * (torch.arange(mass.shape[-1], device=device) < top_k)

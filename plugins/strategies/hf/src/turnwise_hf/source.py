@@ -14,6 +14,7 @@ from turnwise_hf.folder import folder_problems
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_CODE = ["*.py"]
 
 
 class HfModelSource:
@@ -29,7 +30,10 @@ class HfModelSource:
             recipe = recipe_from(pretrain)
             from turnwise_hf.recipe import prepare_recipe
 
-            return prepare_recipe(recipe, list(self._context.texts()), self._context.seed, self._context.cache)
+            context = self._context
+            if context.tokenizer is not None:
+                return prepare_recipe(recipe, (), context.seed, context.cache, context.tokenizer)
+            return prepare_recipe(recipe, list(context.texts()), context.seed, context.cache)
         if problems := self.check(pretrain):
             raise ConfigError(problems)
         folder = Path(pretrain).expanduser()
@@ -54,14 +58,14 @@ class HfModelSource:
 
         folder = Path(folder)
         if folder not in self._chats:
-            self._chats[folder] = HfChat(folder)
+            self._chats[folder] = HfChat(folder, self._context.trust_remote_code)
         return self._chats[folder]
 
     def _fetch(self, name: str) -> Path:
         import huggingface_hub
 
         try:
-            folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=_FILES))
+            folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=_FILES + _CODE * self._context.trust_remote_code))
         # The hub client raises its own errors, its HTTP client's and the system's; whatever it was, the model is not here.
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

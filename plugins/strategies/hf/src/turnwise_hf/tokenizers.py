@@ -72,11 +72,11 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     own pipeline around the vocabulary, which loses words. An `auto_map` switches that off; it names no code.
     """
     tokenizer.save_pretrained(folder)
-    if not is_same_tokenizer(AutoTokenizer.from_pretrained(folder), tokenizer):
+    if not is_same_tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False), tokenizer):
         path = folder / "tokenizer_config.json"
         settings = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**settings, "auto_map": {"AutoTokenizer": [None, None]}}, indent=2), encoding="utf-8")
-    if not is_same_tokenizer(AutoTokenizer.from_pretrained(folder), tokenizer):
+    if not is_same_tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False), tokenizer):
         raise MachineError("this version of transformers does not load the recipe's tokenizer as it was saved. Fix: transformers>=5.16.1,<5.20")
 
 
@@ -112,6 +112,7 @@ def _word_level(corpus: Sequence[str], special: Sequence[str]) -> Tokenizer:
 
 def _byte_bpe(corpus: Sequence[str], special: Sequence[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
+    # No space before the first word: decoding has to give back the very text.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

@@ -39,6 +39,7 @@ def check_model(model: nn.Module) -> None:
         raise EngineError(
             f"attn_implementation {config._attn_implementation!r} of {name} is none of hf's: {listed(ATTENTION)}. Fix: attn_implementation: sdpa"
         )
+    # Five tokens are read and one is decoded, so that both ways through the cache are tried.
     ids = np.arange(6, dtype=np.int32) % int(config.vocab_size)
     try:
         _, _, cache = prefill(model, [ids[:5]], reserved=1)
@@ -110,6 +111,7 @@ def _shapes(path: Path) -> list[tuple[str, tuple[int, ...]]]:
 def _verify(state: dict[str, torch.Tensor], form: CheckpointForm, offered: dict[str, tuple[int, ...]], folder: Path) -> None:
     if unknown := offered.keys() - form.shapes.keys():
         raise EngineError(f"the weights in {folder} hold {len(unknown)} names that the model does not have, such as {min(unknown)!r}")
+    # By memory and not by name: a tied tensor is complete when any one of its names came.
     covered = {tensor.data_ptr() for name, tensor in state.items() if name in offered or offered.keys() >= set(form.needs[name])}
     lacking = [part for name, tensor in state.items() if tensor.data_ptr() not in covered for part in form.needs[name] if part not in offered]
     if missing := list(dict.fromkeys(lacking)):

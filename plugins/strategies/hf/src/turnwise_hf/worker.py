@@ -48,6 +48,7 @@ class Worker:
         """
         if not (self._paused or self._between or self._closed):
             return
+        # A waiting job may write the very weights that the batch reads.
         let_go()
         try:
             while True:

@@ -73,7 +73,11 @@ def read_architecture(folder: Path) -> Architecture:
 
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is not a model folder (it has no config.json). Fix: name a folder in Hugging Face layout as pretrain")
-    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    try:
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        # A class of the folder's own would be of no use: layers are built here, by the architecture's name.
+        raise CheckpointError(f"{folder} holds a model of no architecture that transformers has. Fix: another pretrain, or strategy torch") from error
     return Architecture(
         config=config,
         family=config.model_type,
@@ -134,11 +138,13 @@ def _indivisible(architecture: Architecture, config: MegatronConfig) -> Iterator
     tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     experts = architecture.experts
     parts = {"num_key_value_heads": architecture.groups, "num_attention_heads": architecture.heads}
+    # Where every layer has experts, no matrix has the dense size.
     if experts is None or not all(experts.layers):
         parts["intermediate_size"] = architecture.intermediate
     for name, value in parts.items():
         if value % tensor:
             yield f"tensor_model_parallel_size: {tensor} does not divide {name} {value} of the model"
+    # With these Megatron divides the layers itself, and says so where it cannot.
     uneven = {"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"} & set(config.engine_args)
     if architecture.layers % pipeline and not uneven:
         yield f"pipeline_model_parallel_size: {pipeline} does not divide the {architecture.layers} layers of the model"

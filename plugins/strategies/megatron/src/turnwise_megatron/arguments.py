@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from turnwise.errors import did_you_mean
+from turnwise.errors import Problem, did_you_mean
 
 DECIDED = {
     "the model folder's config.json": (
@@ -35,19 +35,20 @@ UNSUPPORTED = (
 )
 
 
-def problems(role: str, given: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each name that Megatron does not have, that another key decides, or that this strategy does not support."""
+def problems(role: str, given: Mapping[str, Any]) -> Iterator[Problem]:
+    """One for each name that Megatron does not have, that another key decides, or that this strategy does not support."""
     where = f"{role}.strategy_args.strategy_config"
     decided = {name: key for key, names in DECIDED.items() for name in names.split()}
     known = fields() if given and importlib.util.find_spec("megatron") else None
     for name in given:
         if name in decided:
-            yield f"{where}.{name} is decided by {decided[name]}. Fix: remove it"
+            yield Problem(f"{where}.{name}", f"decided by {decided[name]}. Fix: remove it")
         elif name in UNSUPPORTED.split() or name.startswith("moe_"):
-            yield f"{where}.{name} is Megatron's, and strategy megatron does not support it. Fix: remove it"
+            yield Problem(f"{where}.{name}", "it is Megatron's, and strategy megatron does not support it. Fix: remove it")
         elif known is not None and name not in known:
             choices = known - decided.keys() - set(UNSUPPORTED.split())
-            yield f"{where}.{name}: Megatron has no such argument.{did_you_mean(name, choices)} Fix: a field of TransformerConfig or OptimizerConfig"
+            text = f"Megatron has no such argument.{did_you_mean(name, choices)} Fix: a field of TransformerConfig or OptimizerConfig"
+            yield Problem(f"{where}.{name}", text)
 
 
 def fields() -> set[str]:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from attrs import Attribute, field, frozen, validators
+from attrs import field, frozen, validators
 
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-
-
-def _floats(values: Iterable[float]) -> tuple[float, ...]:
-    return tuple(float(value) for value in values)
-
-
-def _two_betas(instance: Any, attribute: Attribute[Any], value: tuple[float, ...]) -> None:
-    if len(value) != 2 or not all(0 <= beta < 1 for beta in value):
-        raise ValueError(f"betas must be two numbers in [0, 1), got {list(value)}")
+from turnwise.contracts.train import StrategyCapabilities
+from turnwise.data.numbers import BYTES
+from turnwise_torch.config import adam_betas
 
 
 @frozen
@@ -37,10 +30,15 @@ class MegatronConfig:
     recompute_num_layers: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     bias_activation_fusion: bool = False
     apply_rope_fusion: bool = False
-    betas: tuple[float, ...] = field(default=(0.9, 0.999), converter=_floats, validator=_two_betas)
+    betas: tuple[float, ...] = adam_betas()
     eps: float = field(default=1e-8, validator=validators.gt(0))
     logits_chunk: int = field(default=0, validator=validators.ge(0))
     engine_args: Mapping[str, Any] = field(factory=dict)
+
+    @property
+    def capabilities(self) -> StrategyCapabilities:
+        """The arithmetic below; there are no adapters."""
+        return StrategyCapabilities(data_parallel_size=self.data_parallel_size, memory=self.memory)
 
     def data_parallel_size(self, world: int) -> int:
         """dp = world / (tp · pp · cp). Raises ValueError where `world` devices cannot be divided so, or not among the experts."""
@@ -56,7 +54,7 @@ class MegatronConfig:
 
     @property
     def experts_tensor_parallel(self) -> int:
-        """Processes that share an expert: as many as share a layer, unless told otherwise."""
+        """Processes that share an expert: as many as share a layer, unless set otherwise."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     def memory(self, facts: Mapping[str, Any]) -> dict[str, int]:

@@ -154,7 +154,7 @@ def load(model: nn.Module, entries: Sequence[Entry], folder: Folder, architectur
             part = _cut(entry.kind, slices, architecture, *place)
             if part.shape != parameter.shape:
                 raise CheckpointError(
-                    f"the weight {entry.sources[0]!r} in {folder.folder} does not have the shape that its config.json tells. Fix: export it again"
+                    f"the weight {entry.sources[0]!r} in {folder.folder} does not have the shape that its config.json gives. Fix: export it again"
                 )
             parameter.copy_(part)
     assert not parameters, sorted(parameters)
@@ -170,6 +170,7 @@ def _cut(kind: Kind, slices: Sequence[Any], architecture: Architecture, rank: in
         rows, hidden = slices[0].get_shape()
         height = architecture.padded_vocabulary(size) // size
         part = slices[0][min(rank * height, rows) : min((rank + 1) * height, rows)]
+        # Rows that pad the vocabulary: their logits are masked (see logprobs.NEVER), their values count nowhere.
         return torch.cat([part, part.new_zeros(height - len(part), hidden)])
     parts = []
     for whole in slices:
@@ -207,7 +208,7 @@ def gathered(
     """Whole tensors under their Hugging Face names on rank 0, one parameter at a time; tied ones under every name.
 
     The pipeline, the tensor and the expert parallel ranks of rank 0 take part and are to iterate as well; they and all others get nothing.
-    `shape` tells the whole shape of a Hugging Face tensor, which another stage sends.
+    `shape` returns the whole shape of a Hugging Face tensor, which another stage sends.
     """
     parameters = dict(model.named_parameters())
     like = next(iter(parameters.values()))
@@ -219,6 +220,7 @@ def gathered(
                     yield "lm_head.weight", embedding
                 continue
             whole = _whole(parameters[entry.name].detach(), entry, architecture, parallel) if stage == parallel.pipeline else []
+            # Of a stage one process has the whole tensors, and it alone sends them to rank 0.
             if parallel.tensor or parallel.replica:
                 continue
             if stage and stage == parallel.pipeline:

@@ -31,6 +31,7 @@ def write_model(folder: Path, source: Path, weights: Iterable[tuple[str, Tensor]
         folder.mkdir(parents=True, exist_ok=True)
         copy_all_but_weights(source, folder)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        # The older name of `dtype`: left in, two entries could disagree.
         config.pop("torch_dtype", None)
         config["dtype"] = str(torch_dtype(dtype)).removeprefix("torch.")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

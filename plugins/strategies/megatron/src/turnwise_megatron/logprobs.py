@@ -46,6 +46,7 @@ class Share:
 def share_of(batch: MicroBatch, parallel: Parallel, sequence_parallel: bool) -> Share:
     """The rank's part of a micro-batch, its width padded so that context and sequence parallel ranks get equal parts."""
     size, ids = parallel.sizes["context"], batch.input_ids
+    # Twice the context parallel size: each rank has a chunk from the front and one from the end (context_positions).
     multiple = (2 * size if size > 1 else 1) * (parallel.sizes["tensor"] if sequence_parallel else 1)
     width = ids.shape[1]
     rows, positions = batch.predictors // width, batch.predictors % width
@@ -67,6 +68,7 @@ def token_log_probs(
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=parallel.tensor_group)
     else:
+        # Forward it is the identity; backward it adds up the gradients of the vocabulary's parts.
         hidden = copy_to_tensor_model_parallel_region(hidden, group=parallel.tensor_group)
     picked, weight = hidden[share.columns, share.rows], model.output_weight()
     size = chunk or max(1, LOGITS_AT_A_TIME // len(weight))
@@ -113,6 +115,7 @@ class _Entropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor) -> Tensor:
         group = get_tensor_model_parallel_group()
         largest = logits.amax(-1)
+        # The largest logit over all parts is subtracted everywhere, or their sums of exponentials would not add up.
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         shifted = logits - largest[:, None]
         probabilities = shifted.exp()
@@ -122,6 +125,7 @@ class _Entropy(torch.autograd.Function):
         mean = (probabilities * shifted).sum(-1)
         dist.all_reduce(mean, group=group)
         ctx.save_for_backward(probabilities, shifted.sub_(mean[:, None]))
+        # log p = shifted − log total: so no logarithm is taken of a probability that may be 0.
         return total.log() - mean
 
     @staticmethod

@@ -181,8 +181,10 @@ def build(architecture: Architecture, config: TransformerConfig, parallel: Paral
         share_embeddings_and_output_weights=architecture.tied and not value,
         position_embedding_type="rope",
     )
+    # transformers' own: the base and scaling that rope_parameters name are no arguments above.
     model.rotary_pos_emb.inv_freq = rotary_frequencies(architecture)
     if value and parallel.last_stage:
+        # A critic's folder has nothing for it, and it is as large as the vocabulary.
         del model.output_layer
         model.value_head = nn.Linear(architecture.hidden, 1, dtype=config.params_dtype)
         for parameter in model.value_head.parameters():

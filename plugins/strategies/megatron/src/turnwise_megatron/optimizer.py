@@ -32,6 +32,7 @@ class Optimizer:
             ),
             model,
         )
+        # The schedule finds both here: gradients are exchanged once, after the last micro-batch.
         model.config.no_sync_func = self.ddp.no_sync
         model.config.finalize_model_grads_func = _finalize
         options = OptimizerConfig(
@@ -77,6 +78,7 @@ class Optimizer:
 
     def clip(self, max_norm: float) -> float:
         """The norm of all gradients over all ranks; they are scaled down to `max_norm` (0: never). May be NaN or infinite."""
+        # Copies the buffers' gradients to the masters, of which the norm is taken and which are clipped.
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
         if max_norm > 0:
@@ -89,6 +91,7 @@ class Optimizer:
         for group in self.megatron.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self.weight_decay * group["wd_mult"]  # Megatron leaves this to its scheduler
+        # Not `step`, which prepares the gradients again, over what was clipped.
         self.megatron.step_with_ready_grads()
 
 

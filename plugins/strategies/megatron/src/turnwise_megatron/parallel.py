@@ -106,6 +106,7 @@ def join(config: MegatronConfig, context: TrainContext, device: torch.device) ->
     import_megatron()
     from megatron.core import parallel_state, tensor_parallel
 
+    # The last strategy that leaves destroys the group, whichever of them made it.
     own = _users[0]._own_default if _users else False
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -32,7 +32,7 @@ def cuda_or_cpu() -> Iterator[None]:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Tensors asked for on "cuda" are made on the CPU, unpinned; a CPU tensor tells the type name that Megatron's optimizers look for."""
+    """Tensors asked for on "cuda" are made on the CPU, unpinned; a CPU tensor reports the type name that Megatron's optimizers look for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -42,6 +42,7 @@ class _CudaMeansCpu(TorchFunctionMode):
             kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.cuda:
             return args[0]
+        # Megatron sorts parameters by these names and refuses those of the CPU.
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)

@@ -1,13 +1,13 @@
-"""Checkpoints, a folder for each process in one folder, exact for one parallel layout; and memory that is given back and taken again."""
+"""Checkpoints, a folder for each process in one folder, exact for one parallel layout."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
 from turnwise.errors import CheckpointError
 from turnwise_megatron.model import is_expert
@@ -36,8 +36,9 @@ def load(
     folder: Path, model: nn.Module, optimizer: Optimizer | None, parallel: Parallel, distributed: bool, facts: Mapping[str, str]
 ) -> dict[str, str]:
     """Undo `save`, in place, and return the facts of the folder. Raises CheckpointError: missing, damaged, of another layout or model."""
+    # First, by rank 0's part alone: under another layout this rank's file may not exist, which would hide the reason.
     _check_layout(folder, facts)
-    own, told = read_state(part(folder, parallel.rank), facts)
+    own, saved_facts = read_state(part(folder, parallel.rank), facts)
     owners = {expert: parallel.holders(expert)[1] for expert in (False, True)}
     read = {parallel.rank: own} | {rank: read_state(part(folder, rank), facts)[0] for rank in {*owners.values()} - {parallel.rank}}
     parameters = dict(model.named_parameters())
@@ -55,7 +56,7 @@ def load(
     torch.set_rng_state(own["rng/cpu"])
     if "rng/cuda" in own and torch.cuda.is_available():
         torch.cuda.set_rng_state(own["rng/cuda"])
-    return told
+    return saved_facts
 
 
 def _check_layout(folder: Path, facts: Mapping[str, str]) -> None:
@@ -105,6 +106,7 @@ def _restore_optimizer(optimizer: Optimizer, sources: Sequence[Mapping[str, Tens
             master.copy_(tensors[f"master/{number}"])
     steps = {name: tensor for tensors in sources for name, tensor in tensors.items() if name.startswith("group/")}
     for adam in optimizer.adams:
+        # A master without saved moments has none after the load, either.
         adam.state.clear()
         for number, (master, tensors) in enumerate(zip(optimizer.masters, sources, strict=True)):
             prefix = f"state/{number}/"
@@ -114,27 +116,3 @@ def _restore_optimizer(optimizer: Optimizer, sources: Sequence[Mapping[str, Tens
         for number, group in enumerate(adam.param_groups):
             if "step" in group or f"group/{number}/step" in steps:  # Apex and Transformer Engine count a group's steps
                 group["step"] = int(steps[f"group/{number}/step"]) if f"group/{number}/step" in steps else 0
-
-
-class Parked:
-    """Device memory of tensors moved to the CPU's, storage by storage, so that views of one another stay views."""
-
-    def __init__(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
-        """`dropped`: tensors that come back as zeros (gradients)."""
-        self._held: list[tuple[UntypedStorage, UntypedStorage | None, int]] = []
-        gone = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in dropped}
-        here = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept}
-        for place, storage in {**here, **gone}.items():
-            if storage.nbytes():
-                self._held.append((storage, None if place in gone else storage.clone().cpu(), storage.nbytes()))
-                storage.resize_(0)
-
-    def back(self) -> None:
-        """Undo it."""
-        for storage, copy, size in self._held:
-            storage.resize_(size)
-            if copy is not None:
-                storage.copy_(copy)
-            else:
-                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
-        self._held = []

@@ -29,9 +29,9 @@ class Endpoint:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.seen.append((self.path, dict(self.headers), told))
-                status, content = answer(told)
+                payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.seen.append((self.path, dict(self.headers), payload))
+                status, content = answer(payload)
                 data = content if isinstance(content, bytes) else json.dumps(content).encode()
                 with contextlib.suppress(ConnectionError):  # the client gave up
                     self.send_response(status)
@@ -62,7 +62,7 @@ def said(text: str, finish: str = "stop", **more: Any) -> dict[str, Any]:
 
 @functools.cache
 def _endpoint() -> Endpoint:
-    endpoint = Endpoint(lambda told: (200, said(random.Random(told["seed"]).choice(_ACTIONS))))
+    endpoint = Endpoint(lambda payload: (200, said(random.Random(payload["seed"]).choice(_ACTIONS))))
     atexit.register(endpoint.close)
     return endpoint
 

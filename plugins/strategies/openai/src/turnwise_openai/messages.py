@@ -22,23 +22,25 @@ def body(request: Request, config: OpenAIConfig) -> dict[str, Any]:
     if not request.messages:
         raise EngineError(f"the openai backend takes messages, and the request{_where(request)} has none")
     args = request.args
-    told: dict[str, Any] = {
+    payload: dict[str, Any] = {
         "model": config.model,
         "messages": [_message(message) for message in request.messages],
         config.max_tokens_key: request.max_new_tokens,
         "temperature": args.temperature,
     }
     if args.top_p < 1:
-        told["top_p"] = args.top_p
+        payload["top_p"] = args.top_p
+    # No key of OpenAI's own API, so it is sent only where it is on.
     if args.top_k:
-        told["top_k"] = args.top_k
+        payload["top_k"] = args.top_k
     if args.stop_strings:
-        told["stop"] = list(args.stop_strings)
+        payload["stop"] = list(args.stop_strings)
     if config.send_seed:
-        told["seed"] = request.seed % 2**31
+        payload["seed"] = request.seed % 2**31
     if config.logprobs != "none":
-        told["logprobs"] = True
-    return {**told, **config.extra_body}
+        payload["logprobs"] = True
+    # Last, so that what the user writes wins.
+    return {**payload, **config.extra_body}
 
 
 def _message(message: Message) -> dict[str, Any]:
@@ -79,13 +81,16 @@ def generation(answer: Mapping[str, Any], request: Request, config: OpenAIConfig
     except (LookupError, TypeError, AttributeError) as error:
         raise EngineError(f"the endpoint's answer{_where(request)} holds no choice: {str(answer)[:200]}") from error
     finish: Any = "length" if choice.get("finish_reason") == "length" else "stop"
+    # vLLM names the stop string in stop_reason, SGLang in matched_stop.
     stopped_by = choice.get("stop_reason", choice.get("matched_stop"))
     if isinstance(stopped_by, str) and request.args.include_stop_str_in_output and stopped_by in request.args.stop_strings:
         text += "" if text.endswith(stopped_by) else stopped_by
-    found = choice.get("token_ids") or choice.get("response_token_ids")  # vLLM, SGLang
+    # vLLM's name and SGLang's.
+    found = choice.get("token_ids") or choice.get("response_token_ids")
     if not found:
         return Generation(text, None, None, None, finish)
     ids = int32(found)
+    # No update ever reaches an endpoint, so all tokens are of version 0.
     return Generation(text, ids, _logprobs(choice, request, config, len(ids)), np.zeros(len(ids), np.int32), finish)
 
 
@@ -94,6 +99,7 @@ def _logprobs(choice: Mapping[str, Any], request: Request, config: OpenAIConfig,
     content = (choice.get("logprobs") or {}).get("content") or []
     if config.logprobs == "none" or len(content) != count:
         return None
+    # Greedy counts as temperature 1, so there too they are the ones before any temperature.
     if config.logprobs == "raw" and request.args.temperature not in (0.0, 1.0):
         return None
     return float32([token["logprob"] for token in content])

@@ -1,6 +1,6 @@
 """Hooks of turnwise-players: the random player and the human at the keyboard."""
 
-from turnwise.hookspecs import Implementation, hookimpl
+from turnwise import Implementation, hookimpl
 
 
 @hookimpl
@@ -11,7 +11,7 @@ def inference_backends() -> list[Implementation]:
             "random",
             "turnwise_players.random_player:RandomPlayer",
             fixtures="turnwise_players.fixtures:random_fixture",
-            summary="plays uniformly among the legal actions that the environment tells",
+            summary="plays uniformly among the legal actions that the environment gives",
         ),
         Implementation(
             "human",

@@ -44,6 +44,7 @@ class HumanPlayer(Player):
         loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def deliver(line: str, error: BaseException | None) -> None:
+            # The request may have been given up while the human was typing.
             if not result.done():
                 result.set_exception(error) if error else result.set_result(line)
 
@@ -54,6 +55,7 @@ class HumanPlayer(Player):
             except (OSError, ValueError) as caught:
                 error = TurnwiseError(f"cannot read the human player's answer: {caught}. Fix: start in a terminal")
                 error.__cause__ = caught
+            # The run may have ended while this thread waited for the keyboard.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(deliver, line, error)
 
@@ -66,6 +68,7 @@ class HumanPlayer(Player):
 
 def _readline() -> str:
     try:
+        # As `readline` gives it: an empty line has its end, the end of the input is "".
         return input() + "\n"
     except EOFError:
         return ""

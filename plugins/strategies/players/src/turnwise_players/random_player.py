@@ -17,11 +17,11 @@ class RandomPlayer(Player):
         """It has no options, and nothing of the context matters to it."""
 
     async def generate(self, request: Request) -> Generation:
-        """One of `request.actions`. Raises EngineError if the environment told none."""
+        """One of `request.actions`. Raises EngineError if the environment gave none."""
         if not request.actions:
             where = f" of {request.tag}" if request.tag else ""
             raise EngineError(
-                f"the random player knows no legal action: the environment{where} told none. "
+                f"the random player knows no legal action: the environment{where} gave none. "
                 "Fix: put the legal texts into info['actions'] at reset and at every step"
             )
         # abs and the sign: a SeedSequence takes no negative number, and −1 and 1 are two seeds.

@@ -1,6 +1,6 @@
 """Hooks of turnwise-ray: the runtime on a Ray cluster."""
 
-from turnwise.hookspecs import Implementation, hookimpl
+from turnwise import Implementation, hookimpl
 
 
 @hookimpl

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 from attrs import field, frozen
@@ -20,6 +20,9 @@ from turnwise.errors import EngineLost, TurnwiseError
 from turnwise.plugins import registry
 
 log = logging.getLogger("turnwise")
+
+Actor: TypeAlias = Any
+"""Ray's handle of a process: Ray declares no types for what is called on it."""
 
 _CAUSE = 400
 """Characters of Ray's account of a death that fit into one line."""
@@ -71,11 +74,11 @@ class Failure:
         """The error to raise in the driver: of its own class if that is Turnwise's, else of `otherwise`; the traceback is its cause."""
         own = getattr(turnwise.errors, self.kind, None)
         if own is not None:
-            told: TurnwiseError = own(f"{where}: {self.text}")
+            raised: TurnwiseError = own(f"{where}: {self.text}")
         else:
-            told = otherwise(f"{where} raised {self.kind}: {' '.join(self.text.split())}")
-        told.__cause__ = RemoteTraceback(self.trace)
-        return told
+            raised = otherwise(f"{where} raised {self.kind}: {' '.join(self.text.split())}")
+        raised.__cause__ = RemoteTraceback(self.trace)
+        return raised
 
 
 class RemoteTraceback(Exception):
@@ -89,7 +92,7 @@ class RemoteTraceback(Exception):
 class Answer:
     """What a process answered: a value or a failure, and what it logged since its last answer, as (level, text)."""
 
-    value: Any = None
+    value: Any = None  # what the process returned
     failure: Failure | None = None
     records: list[tuple[int, str]] = field(factory=list)
 
@@ -98,14 +101,14 @@ class Answer:
         """Whether what stands behind the process has ended (EngineLost)."""
         return self.failure is not None and self.failure.kind == EngineLost.__name__
 
-    def tell(self, where: str) -> None:
+    def log_records(self, where: str) -> None:
         """Log records go to the driver's log under the name `where`."""
         for level, text in self.records:
             log.log(level, "%s: %s", where, text)
 
-    def unwrap(self, where: str, otherwise: type[TurnwiseError]) -> Any:
-        """The value; its failure is raised here, when what was logged is told."""
-        self.tell(where)
+    def unwrap(self, where: str, otherwise: type[TurnwiseError]) -> Any:  # what the process returned, which the caller knows
+        """The value; its failure is raised here, once what was logged is in the driver's log."""
+        self.log_records(where)
         if self.failure is not None:
             raise self.failure.error(where, otherwise)
         return self.value
@@ -137,7 +140,7 @@ _ASIDE = "aside"
 """Ray's group of calls that are answered on a thread of their own, whatever else runs."""
 
 
-def process(kind: type[Process], name: str, options: Mapping[str, Any], *, many: bool = False) -> Any:
+def process(kind: type[Process], name: str, options: Mapping[str, Any], *, many: bool = False) -> Actor:
     """Start an actor of `kind` under `name`; `many`: it is asynchronous and takes any number of calls at once."""
     calls = {"max_concurrency": _CALLS} if many else {}
     return ray.remote(concurrency_groups={_ASIDE: 1})(kind).options(**options, **calls).remote(name)
@@ -150,6 +153,7 @@ class Process:
         self._name = name
         self._records = _Records()
         own = logging.getLogger("turnwise")
+        # What would be printed here as well would reach the driver twice: by the answer, and by Ray.
         own.handlers, own.propagate = [self._records], False
         own.setLevel(logging.INFO)
 
@@ -162,17 +166,17 @@ class Process:
 
     @ray.method(concurrency_group=_ASIDE)
     def said(self) -> Answer:
-        """What was logged and no answer has told within RECORD_SECONDS, for it may be long until there is one."""
+        """What was logged and no answer has carried within RECORD_SECONDS, for it may be long until there is one."""
         return Answer(records=self._records.take(RECORD_SECONDS))
 
-    def answer(self, work: Callable[[], Any]) -> Answer:
+    def answer(self, work: Callable[[], object]) -> Answer:
         """The answer of blocking work."""
         try:
             return Answer(work(), records=self._records.take())
-        except Exception as error:  # told in the driver
+        except Exception as error:  # raised in the driver
             return Answer(failure=Failure.of(error), records=self._records.take())
 
-    async def answer_later(self, work: Awaitable[Any]) -> Answer:
+    async def answer_later(self, work: Awaitable[object]) -> Answer:
         """The answer of a coroutine; its cancellation is a failure, too."""
         try:
             return Answer(await work, records=self._records.take())
@@ -180,7 +184,7 @@ class Process:
             return Answer(failure=Failure.of(error), records=self._records.take())
 
 
-def packed(value: Any) -> bytes:
+def packed(value: object) -> bytes:
     """`value` pickled, to be unpacked after the plugins are declared, of whose classes it may be made. Raises TurnwiseError."""
     try:
         data: bytes = ray.cloudpickle.dumps(value)
@@ -191,7 +195,7 @@ def packed(value: Any) -> bytes:
     return data
 
 
-def unpacked(data: bytes) -> Any:
+def unpacked(data: bytes) -> Any:  # what was packed, which the caller knows
     """Undo `packed`."""
     return pickle.loads(data)
 
@@ -199,13 +203,15 @@ def unpacked(data: bytes) -> Any:
 def death(error: BaseException) -> str:
     """Why an actor is gone, in Ray's words, on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:"))]
-    text = " ".join(" ".join(told or lines).split())
+    reason = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:"))]
+    text = " ".join(" ".join(reason or lines).split())
     return text if len(text) <= _CAUSE else f"{text[:_CAUSE]}…"
 
 
-async def result(ref: Any, timeout: float | None = None) -> Any:
+async def result(ref: Any, timeout: float | None = None) -> Any:  # Any: Ray declares no types for references and what they refer to
     """The value of an object reference. Raises TimeoutError, or Ray's error; a reference that is given up stays silent."""
     future = asyncio.wrap_future(ref.future())
+    # An exception that nobody fetches would be logged by asyncio when the future is collected.
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    # Shielded, for cancelling the wait must not cancel the call: whoever wants that asks Ray to.
     return await asyncio.wait_for(asyncio.shield(future), timeout)

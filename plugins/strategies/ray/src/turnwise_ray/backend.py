@@ -11,16 +11,19 @@ from typing import Any
 import ray
 from attrs import define, evolve, field
 
-from turnwise.contracts.runtime import RolePlan
+from turnwise.contracts.inference import BackendCapabilities, DeviceMemory, Request
+from turnwise.contracts.runtime import ServePlan
 from turnwise.contracts.train import Offer
-from turnwise.errors import ConfigError, EngineError, EngineLost, MachineError, TurnwiseError
-from turnwise.rollout.process import one_line
-from turnwise_ray.actors import Answer, Home, death, packed, process, result
+from turnwise.data.trajectory import Generation
+from turnwise.declared import declared
+from turnwise.errors import ConfigError, EngineError, EngineLost, MachineError, TurnwiseError, one_line
+from turnwise_ray.actors import Actor, Answer, Home, death, packed, process, result
 from turnwise_ray.cluster import Cluster, Seat
+from turnwise_ray.config import RayConfig
 from turnwise_ray.relay import TRANSPORT, RelaySink, RelaySource
 from turnwise_ray.replica import Replica
 from turnwise_ray.router import Router
-from turnwise_ray.trainer import CLOSE_SECONDS, RayHandle
+from turnwise_ray.trainer import CLOSE_SECONDS, RayRole
 
 log = logging.getLogger("turnwise")
 
@@ -32,7 +35,7 @@ class _Member:
 
     number: int
     seats: list[Seat]
-    actor: Any = None
+    actor: Actor = None
     lost: bool = False
     node: str = ""
     readers: Mapping[str, int] = field(factory=dict)
@@ -42,27 +45,28 @@ class _Member:
 class RayBackend(Router):
     """The engines of a role behind one inference backend (turnwise.contracts.inference). None serves before its first weights.
 
-    An engine whose process dies, or which tells that it has ended (EngineLost), is built again, at most `max_restarts` times. If the trainer
+    An engine whose process dies, or which reports that it has ended (EngineLost), is built again, at most `max_restarts` times. If the trainer
     still has the weights of the last offer it gives them to the new engine at once; else the engine waits for the next weight update.
     """
 
-    transports: tuple[str, ...] = ()
-
-    def __init__(self, plan: RolePlan, cluster: Cluster, home: Home, timeout: float, config: Any, trainer: Callable[[], RayHandle | None]) -> None:
+    def __init__(
+        self, plan: ServePlan, cluster: Cluster, home: Home, timeout: float, config: RayConfig, trainer: Callable[[], RayRole | None]
+    ) -> None:
         super().__init__(plan.role, "ids")
         self._plan, self._cluster, self._home = plan, cluster, home
         self._timeout, self._config, self._trainer = timeout, config, trainer
         self._members: list[_Member] = []
         self._reading: list[_Member] | None = None
         self._watchers: set[asyncio.Task[None]] = set()
-        self._listeners: list[Callable[[Mapping[int, Any], str | None], None]] = []
+        self._listeners: list[Callable[[Mapping[int, Actor], str | None], None]] = []
         self._live_serial = 0
         self._receiving = asyncio.Lock()
         self._synced = self._asleep = self._closed = False
 
     async def start(self) -> RayBackend:
         """Place and build all engines. Raises what one raised, or MachineError."""
-        seats = await self._cluster.seats(self.role, self._plan.devices)
+        idle = declared(BackendCapabilities, self._plan.implementation, self._plan.config).attached
+        seats = await self._cluster.seats(self.role, self._plan.devices, idle=idle)
         self._members = [_Member(number, part) for number, part in enumerate(_parts(self._plan, seats))]
         try:
             await asyncio.gather(*(self._build(member) for member in self._members))
@@ -71,7 +75,7 @@ class RayBackend(Router):
             raise
         for member in self._members:
             self._watch(member)
-        if not self.transports:  # a player has no weights to wait for
+        if not self._weights:  # a player has no weights to wait for
             self._synced = True
             self._join(self._members)
         return self
@@ -87,8 +91,9 @@ class RayBackend(Router):
         devices = tuple(range(sum(bool(seat.gpu) for seat in member.seats)))
         try:
             await result(actor.node.remote(), self._config.start_timeout)
-            told = await result(actor.start.remote(self._home, packed(evolve(self._plan, environment={})), devices), self._timeout)
-            self.input, self.transports, member.readers, member.node = told.unwrap(where, EngineError)
+            # The environment was set before Python began there (see Cluster.options) and is no part of what is built.
+            built = await result(actor.start.remote(self._home, packed(evolve(self._plan, environment={})), devices), self._timeout)
+            self.input, member.readers, member.node = built.unwrap(where, EngineError)
         except BaseException as error:
             ray.kill(actor)
             if isinstance(error, TimeoutError):
@@ -98,16 +103,21 @@ class RayBackend(Router):
             raise
         member.actor = actor
 
+    @property
+    def _weights(self) -> bool:
+        """Whether weights will come: a player takes them by no transport."""
+        return any(member.readers for member in self._members)
+
     # ---------------------------------------------------------------- what the pipeline asks of a backend
 
-    async def generate(self, request: Any) -> Any:
+    async def generate(self, request: Request) -> Generation:
         """Sample one response. Raises EngineError; before the first weights, too."""
         if not self._synced:
             raise EngineError(f"{self.role} was asked for a response before its first weights")
         return await super().generate(request)
 
     def live(self, episodes: int) -> None:
-        """Told to a single engine; of several none can know how many will come to it, so each starts what it has (0)."""
+        """Passed on to a single engine; of several none can know how many will come to it, so each starts what it has (0)."""
         self._live_serial += 1
         self._live = (self._live_serial, episodes if len(self._members) == 1 else 0)
         for member in self._present():
@@ -115,6 +125,7 @@ class RayBackend(Router):
 
     def receivers(self, transport: str) -> int:
         """How many readers the next offer has: the engines, of which those on another node share a relay where the transport ends at its node."""
+        # Remembered until `receive`: the sender waits for just these readers, and one that joins now is not among them.
         self._reading = self._present()
         return self._readers(self._reading, transport)
 
@@ -138,7 +149,7 @@ class RayBackend(Router):
     async def pause(self) -> None:
         """Pause all engines, those too that come up meanwhile. Where none is left, wait for one that is being built: somebody has to read the
         weights that follow."""
-        paused: set[Any] = set()
+        paused: set[Actor] = set()
         while True:
             missing = [member for member in self._present() if member.actor not in paused]
             if missing:
@@ -160,10 +171,10 @@ class RayBackend(Router):
         self._asleep = True
         await self._each("sleep")
 
-    async def wake(self) -> None:
-        """Wake all engines."""
+    async def wake(self, what: DeviceMemory) -> None:
+        """Wake that part of all engines."""
         self._asleep = False
-        await self._each("wake")
+        await self._each("wake", None, what)
 
     async def close(self) -> None:
         """Close and end all engines; may be called twice."""
@@ -182,13 +193,13 @@ class RayBackend(Router):
 
     # ---------------------------------------------------------------- engines
 
-    def listen(self, changed: Callable[[Mapping[int, Any], str | None], None]) -> None:
+    def listen(self, changed: Callable[[Mapping[int, Actor], str | None], None]) -> None:
         """`changed(members, failed)` now and whenever others serve (for workers that send requests themselves)."""
         self._listeners.append(changed)
         changed(self._serving, None)
 
-    def serve(self, members: Mapping[int, Any], failed: str | None = None) -> None:
-        """As in Router; whoever listens is told."""
+    def serve(self, members: Mapping[int, Actor], failed: str | None = None) -> None:
+        """As in Router; whoever listens is notified."""
         super().serve(members, failed)
         for changed in self._listeners:
             changed(self._serving, failed)
@@ -215,10 +226,10 @@ class RayBackend(Router):
             raise EngineError(f"{where}: {method} gave no answer. {death(error)}") from error
         return answer.unwrap(where, EngineError)
 
-    async def _each(self, method: str, members: Sequence[_Member] | None = None) -> None:
+    async def _each(self, method: str, members: Sequence[_Member] | None = None, *args: Any) -> None:
         """Call a method of all engines that are there, or of `members`; one that died counts no more, and is its watcher's business."""
         asked = [(member, member.actor) for member in (self._present() if members is None else members)]
-        done = await asyncio.gather(*(self._do(member, method) for member, _ in asked), return_exceptions=True)
+        done = await asyncio.gather(*(self._do(member, method, *args) for member, _ in asked), return_exceptions=True)
         for (member, actor), error in zip(asked, done, strict=True):
             if isinstance(error, EngineLost):
                 if member.actor is actor:  # else its watcher was faster, and another is in its place
@@ -237,6 +248,7 @@ class RayBackend(Router):
 
     async def _deliver(self, offer: Offer, members: Sequence[_Member]) -> None:
         near, far = self._by_node(members, offer.transport)
+        # One update at a time: an engine that is given weights again must not overlap the next offer.
         async with self._receiving:
             works = [*(self._receive(member, offer) for member in near), *(self._relay(node, there, offer) for node, there in far.items())]
             tasks = [asyncio.ensure_future(work) for work in works]
@@ -245,6 +257,7 @@ class RayBackend(Router):
             finally:
                 for task in tasks:
                     task.cancel()
+                # The lock is released when none reads any more: the next offer must not meet a reader of this one.
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _receive(self, member: _Member, offer: Offer) -> None:
@@ -317,7 +330,7 @@ class RayBackend(Router):
         self._leave(member)
         member.actor = None
         try:  # what else belongs to the engine gives back its memory
-            (await result(actor.do.remote("close"), CLOSE_SECONDS)).tell(f"{self.role}.{member.number}")
+            (await result(actor.do.remote("close"), CLOSE_SECONDS)).log_records(f"{self.role}.{member.number}")
         except (TimeoutError, ray.exceptions.RayError) as error:
             log.warning("%s.%d: close ended with %s", self.role, member.number, one_line(error))
         finally:
@@ -332,11 +345,11 @@ class RayBackend(Router):
         member.seats = await self._cluster.again(self.role, member.seats)
         await self._build(member)
         trainer = self._trainer()
-        if not self.transports or self._asleep:
+        if not self._weights or self._asleep:
             if self._asleep:
                 await self._do(member, "sleep")
             member.lost = False
-            self._join([member] if not self.transports else [])
+            self._join([member] if not self._weights else [])
             return
         await self._do(member, "pause")  # an engine is up then, before an offer waits for it
         member.lost = False
@@ -356,15 +369,16 @@ class RayBackend(Router):
             self.serve({}, f"{text} Fix: look at its output above, or raise max_restarts of runtime ray")
 
 
-def _parts(plan: RolePlan, seats: list[Seat]) -> list[list[Seat]]:
+def _parts(plan: ServePlan, seats: list[Seat]) -> list[list[Seat]]:
     """The seats of each engine. Raises ConfigError where the devices cannot be divided so."""
     if not plan.devices:
         return [seats]
-    size = getattr(plan.config, "data_parallel_size", None)
+    known = declared(BackendCapabilities, plan.implementation, plan.config)
+    size = known.data_parallel_size
     try:
         engines = int(size(len(seats))) if size is not None else len(seats)
     except ValueError as error:
         raise ConfigError(f"{plan.role}.device_mapping: {error}. Fix: correct the devices, or the sizes in strategy_config") from error
     # A server may hold several copies of the model, and is one engine all the same.
-    each = getattr(plan.config, "devices_per_engine", len(seats) // engines)
+    each = known.devices_per_engine or len(seats) // engines
     return [seats[begin : begin + each] for begin in range(0, len(seats), each)]

@@ -89,14 +89,15 @@ class Cluster:
             )
         return True
 
-    async def seats(self, role: str, devices: Sequence[int]) -> list[Seat]:
+    async def seats(self, role: str, devices: Sequence[int], *, idle: bool = False) -> list[Seat]:
         """The seats of a role, one per device in their order; without devices, one. New ones are packed on as few nodes as hold them.
 
-        Raises MachineError: the cluster is too small, or gave no room within start_timeout."""
+        `idle`: a process that computes nothing, and gets no GPU unless it names one. Raises MachineError: the cluster is too small, or gave
+        no room within start_timeout."""
         await self.start()
-        gpus = self.on_gpus(role, devices)
-        # Without a number: "the first device there is" on GPUs, a process of its own on CPUs.
-        keys: list[int | str] = list(devices) or ([0] if gpus else [role])
+        gpus = not (idle and not devices) and self.on_gpus(role, devices)
+        # Without a number nobody but this role knows of the place, so it is its own: turns are taken on numbers that all can see.
+        keys: list[int | str] = list(devices) or [role]
         new = [key for key in keys if key not in self._seats]
         if new:
             group = await self._reserve(role, [self._bundle(gpus)] * len(new))
@@ -121,8 +122,12 @@ class Cluster:
         total, free = ray.cluster_resources(), ray.available_resources()
         for name in bundles[0]:
             need = sum(bundle[name] for bundle in bundles)
-            if need > total.get(name, 0):
-                raise MachineError(f"{role}: {len(bundles)} processes need {need:g} {name}, the cluster has {total.get(name, 0):g}. {_FIX}")
+            ours = sum(bundle.get(name, 0) for group in self._groups for bundle in group.bundle_specs)
+            if need + ours > total.get(name, 0):
+                beside = f" beside {ours:g} of the other roles" if ours else ""
+                has = f"the cluster has {total.get(name, 0):g}"
+                raise MachineError(f"{role}: {len(bundles)} processes need {need:g} {name}{beside}, {has}. {_FIX}")
+        # On few nodes: within a node weights need no relay.
         group = placement_group(bundles, strategy="PACK", name=role)
         try:
             await result(group.ready(), self._config.start_timeout)
@@ -137,6 +142,7 @@ class Cluster:
 
     async def _look(self, role: str, group: PlacementGroup, bundle: int, gpus: bool) -> Seat:
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        # Which node and GPU a bundle is shows only from within it.
         task = ray.remote(_where).options(num_cpus=0, num_gpus=int(gpus), scheduling_strategy=where, max_retries=1)
         try:
             node, address, gpu = await result(task.remote(), self._config.start_timeout)
@@ -176,7 +182,7 @@ class Cluster:
         async def followed() -> None:
             with contextlib.suppress(ray.exceptions.RayError):
                 while True:
-                    (await result(actor.said.remote())).tell(where)
+                    (await result(actor.said.remote())).log_records(where)
                     await asyncio.sleep(RECORD_SECONDS)
 
         task = asyncio.get_running_loop().create_task(followed())
@@ -203,7 +209,7 @@ class Cluster:
                 self._thread.end()
 
 
-_FIX = "Fix: a larger cluster, fewer devices, or end what else runs there (ray status)"
+_FIX = "Fix: a larger cluster, fewer devices, roles that share some (the same numbers in device_mapping), or end what else runs there (ray status)"
 
 
 def _where() -> tuple[str, str, str]:

@@ -6,6 +6,9 @@ from typing import Literal
 
 from attrs import field, frozen, validators
 
+from turnwise.contracts.runtime import RuntimeCapabilities
+from turnwise.devices import visible_gpus
+
 
 @frozen
 class RayConfig:
@@ -31,13 +34,11 @@ class RayConfig:
     object_store_mb: int | None = field(default=None, validator=validators.optional(validators.ge(80)))
 
     @property
-    def counts_devices(self) -> bool:
-        """Whether `device_mapping` names GPUs of this machine: not on CPU processes, and not where the cluster is elsewhere."""
-        return self.device != "cpu" and self.address is None
-
-    @property
-    def least_devices(self) -> int:
-        """GPUs of a role without `device_mapping`: one, but with `auto` only where there are any (unknown of a cluster that runs already)."""
-        from turnwise.pipeline.preflight import visible_gpus
-
-        return int(self.device == "gpu" or (self.device == "auto" and self.address is None and visible_gpus() > 0))
+    def capabilities(self) -> RuntimeCapabilities:
+        """Numbers of `device_mapping` are GPUs of this machine, but not on CPU processes, nor where the cluster is elsewhere. A role without them
+        gets one GPU, with `auto` only where there are any (unknown of a cluster that runs already)."""
+        return RuntimeCapabilities(
+            gpus=self.device != "cpu",
+            counts_devices=self.device != "cpu" and self.address is None,
+            least_devices=int(self.device == "gpu" or (self.device == "auto" and self.address is None and visible_gpus() > 0)),
+        )

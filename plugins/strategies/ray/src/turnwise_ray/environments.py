@@ -13,10 +13,9 @@ import ray
 from attrs import define, evolve, field
 
 from turnwise.contracts.chat import Chat
-from turnwise.errors import EnvironmentFailure, MachineError, TurnwiseError
-from turnwise.rollout import EpisodeSpec, LocalStage, Played, RolloutSettings, TagPlan, WorkerLost
-from turnwise.rollout.hosts import EnvironmentTimeout
-from turnwise.rollout.process import one_line
+from turnwise.contracts.rollout import EnvironmentTimeout, EpisodeSpec, Played, RolloutSettings, TagPlan, WorkerLost
+from turnwise.errors import EnvironmentFailure, MachineError, TurnwiseError, one_line
+from turnwise.rollout.worker import LocalExecutor
 from turnwise_ray.actors import WATCH_SECONDS, Answer, Home, Process, death, packed, process, result, unpacked
 from turnwise_ray.backend import RayBackend
 from turnwise_ray.cluster import Cluster
@@ -30,40 +29,40 @@ _MADE_THERE: Any = None
 
 
 class EnvWorker(Process):
-    """Plays episodes. A stage (training, evaluation) is known by its number; its environments live as long as it."""
+    """Plays episodes. An executor (training, evaluation) is known by its number; its environments live as long as it."""
 
-    async def open(self, number: int, home: Home, stage: bytes, members: Mapping[int, Any], failed: str | None) -> Answer:
-        """Build managers and what else a stage needs, by name. `members`, `failed`: as in `serve`."""
+    async def open(self, number: int, home: Home, executor: bytes, members: Mapping[int, Any], failed: str | None) -> Answer:
+        """Build managers and what else an executor needs, by name. `members`, `failed`: as in `serve`."""
 
         async def work() -> None:
             home.enter()
-            plans, settings, chat, role, input = unpacked(stage)
+            plans, settings, chat, role, input, sharing = unpacked(executor)
             built = [evolve(plan, manager=plan.manager_builder()) for plan in plans]
             router = Router(role, input)
             router.serve(members, failed)
-            if not hasattr(self, "_stages"):
-                self._stages: dict[int, tuple[LocalStage, Router]] = {}
+            if not hasattr(self, "_executors"):
+                self._executors: dict[int, tuple[LocalExecutor, Router]] = {}
                 self._playing: dict[int, set[asyncio.Task[Any]]] = {}
-            self._stages[number] = LocalStage(built, settings, router, chat), router  # type: ignore[arg-type]  # what a stage asks of a backend
+            self._executors[number] = LocalExecutor(built, settings, router, chat, sharing), router  # type: ignore[arg-type]  # what an executor asks of a backend
             self._playing[number] = set()
 
         return await self.answer_later(work())
 
     async def serve(self, members: Mapping[int, Any], failed: str | None) -> None:
         """Which engines serve now."""
-        for _, router in getattr(self, "_stages", {}).values():
+        for _, router in getattr(self, "_executors", {}).values():
             router.serve(members, failed)
 
     async def play(self, number: int, spec: EpisodeSpec) -> Answer:
         """One attempt at one episode."""
-        stage, _ = self._stages[number]
+        executor, _ = self._executors[number]
         stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def stop(error: TurnwiseError) -> None:
             if not stopped.done():
                 stopped.set_exception(error)
 
-        task = asyncio.ensure_future(stage.play(spec, stop))
+        task = asyncio.ensure_future(executor.play(spec, stop))
         self._playing[number].add(task)
         try:
             return await self.answer_later(_first(task, stopped))
@@ -71,19 +70,19 @@ class EnvWorker(Process):
             self._playing[number].discard(task)
 
     async def abort(self, number: int) -> Answer:
-        """Cancel the episodes of a stage, and what they asked of the engines."""
+        """Cancel the episodes of an executor, and what they asked of the engines."""
 
         async def work() -> None:
             for task in list(self._playing[number]):
                 task.cancel()
             await asyncio.sleep(0)
-            await self._stages[number][0].abort()
+            await self._executors[number][0].abort()
 
         return await self.answer_later(work())
 
     async def close(self, number: int) -> Answer:
-        """Close the environments of a stage."""
-        return await self.answer_later(self._stages[number][0].close())
+        """Close the environments of an executor."""
+        return await self.answer_later(self._executors[number][0].close())
 
 
 async def _first(task: asyncio.Task[Played], stopped: asyncio.Future[None]) -> Played:
@@ -128,7 +127,7 @@ class Workers:
         self._watches: set[asyncio.Task[None]] = set()
 
     def serve(self, members: Mapping[int, Any], failed: str | None) -> None:
-        """Tell every worker which engines serve."""
+        """Notify every worker which engines serve."""
         self._members = (members, failed)
         for worker in self.all:
             if worker.actor is not None:
@@ -144,20 +143,22 @@ class Workers:
             )
         return min(alive, key=lambda worker: (worker.load, worker.number))
 
-    async def ready(self, worker: _Worker, number: int, stage: bytes) -> Any:
-        """The actor of a worker, started if need be, with the stage opened in it. Raises WorkerLost where it is not started again."""
+    async def ready(self, worker: _Worker, number: int, executor: bytes) -> Any:
+        """The actor of a worker, started if need be, with the executor opened in it. Raises WorkerLost where it is not started again."""
         async with worker.starting:
             if worker.gone:  # since this episode chose it
                 raise WorkerLost(f"{_name(worker)} died more than max_restarts: {self.config.max_restarts} times", counts=False)
             if worker.actor is None:
                 await self._start(worker)
+            # A worker that was started again has forgotten the executors that it had.
             if number not in worker.open:
-                await self._open(worker, number, stage)
+                await self._open(worker, number, executor)
             return worker.actor
 
     async def _start(self, worker: _Worker) -> None:
         where = _name(worker)
         actor = process(EnvWorker, where, self.cluster.spread(), many=True)
+        # Before the wait: a worker that dies while it starts has to be found by `died`.
         worker.actor, worker.open = actor, set()
         try:
             await result(actor.node.remote(), self.config.start_timeout)
@@ -168,10 +169,10 @@ class Workers:
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
 
-    async def _open(self, worker: _Worker, number: int, stage: bytes) -> None:
+    async def _open(self, worker: _Worker, number: int, executor: bytes) -> None:
         where = _name(worker)
         try:
-            opened = await result(worker.actor.open.remote(number, self.home, stage, *self._members), self.timeout)
+            opened = await result(worker.actor.open.remote(number, self.home, executor, *self._members), self.timeout)
         except TimeoutError as error:
             raise MachineError(
                 f"{where}: the environment managers were not built within runtime_timeout = {self.timeout:g} s. Fix: raise runtime_timeout"
@@ -198,6 +199,7 @@ class Workers:
         """The error for one episode of a lost worker; the first that reports the loss counts, and has it replaced."""
         seconds = f"env_worker_timeout = {self.config.env_worker_timeout:g} s"
         cause = f"it answered nothing for {seconds} (a step that does not return?)." if actor in self._silent else death(error)
+        # All episodes of a worker report its death, and another may be in its place when the later ones do.
         first = worker.actor is actor
         if first:
             worker.actor, self._cause = None, cause
@@ -217,18 +219,19 @@ class Workers:
                 worker.actor = None
 
 
-class RayStage:
-    """turnwise.rollout.Stage over the workers: training's, or evaluation's."""
+class RayExecutor:
+    """turnwise.contracts.rollout.Executor over the workers: training's, or evaluation's."""
 
     def __init__(self, workers: Workers, plans: Sequence[TagPlan], settings: RolloutSettings, chat: Chat | None, backend: RayBackend) -> None:
         self.workers = len(workers.all)
         self._pool = workers
         self._number = next(workers.serials)
+        # A manager holds environments and locks of this process: each worker makes its own from the plan's builder.
         shares = [evolve(plan, manager=_MADE_THERE, max_concurrent_steps=_share(plan.max_concurrent_steps, self.workers)) for plan in plans]
-        self._stage = packed((shares, settings, chat, backend.role, backend.input))
+        self._stage = packed((shares, settings, chat, backend.role, backend.input, self.workers))
 
     async def play(self, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]) -> Played:
-        """As Stage.play. Raises WorkerLost where the worker died."""
+        """As Executor.play. Raises WorkerLost where the worker died."""
         worker = self._pool.least()
         worker.load += 1
         actor = None
@@ -242,17 +245,17 @@ class RayStage:
         finally:
             worker.load -= 1
         if answer.failure is not None and answer.failure.kind in _ENVIRONMENT:
-            answer.tell(_name(worker))
+            answer.log_records(_name(worker))
             raise _ENVIRONMENT[answer.failure.kind](answer.failure.text)
         played: Played = answer.unwrap(_name(worker), EnvironmentFailure)
         return played
 
     async def abort(self) -> None:
-        """Cancel what the workers still play for this stage."""
+        """Cancel what the workers still play for this executor."""
         await self._each("abort")
 
     async def close(self) -> None:
-        """Close the environments of this stage in every worker; may be called twice."""
+        """Close the environments of this executor in every worker; may be called twice."""
         await self._each("close")
         for worker in self._pool.all:
             worker.open.discard(self._number)

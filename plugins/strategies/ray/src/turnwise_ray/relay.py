@@ -41,6 +41,7 @@ class RelaySource(Process):
         if bucket is None:
             return None
         return [
+            # As bytes, for numpy has no bfloat16; copied, for the memory is overwritten by the next bucket.
             (name, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.contiguous().reshape(-1).view(torch.uint8).numpy().copy())
             for name, t in bucket
         ]

@@ -8,8 +8,8 @@ from typing import Any
 
 from attrs import evolve
 
-from turnwise.contracts.inference import Request, receivers
-from turnwise.contracts.runtime import RolePlan
+from turnwise.contracts.inference import Request
+from turnwise.contracts.runtime import ServePlan
 from turnwise.data.trajectory import Generation
 from turnwise.plugins import registry
 from turnwise_ray.actors import Answer, Home, Process, unpacked
@@ -18,25 +18,25 @@ from turnwise_ray.actors import Answer, Home, Process, unpacked
 class Replica(Process):
     """Builds the backend by name and serves it. A request is known by the ticket of whoever sent it.
 
-    Where the engine behind the backend has ended (EngineLost, whichever method told it), `end` does: whoever watches ends this process.
+    Where the engine behind the backend has ended (EngineLost, whichever method raised it), `end` does: whoever watches ends this process.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._lost, self._cause = asyncio.Event(), ""
         self._requests: dict[str, Request] = {}
-        self._told = -1
+        self._latest = -1
 
     async def start(self, home: Home, plan: bytes, devices: tuple[int, ...]) -> Answer:
-        """Build the backend; answers (input, transports, readers of an offer by transport, node)."""
+        """Build the backend; answers (input, readers of an offer by transport, node)."""
 
         async def work() -> Any:
             home.enter()
-            built: RolePlan = unpacked(plan)
+            built: ServePlan = unpacked(plan)
             context = evolve(built.context, devices=devices)
-            self._backend = registry().build(built.kind, built.implementation, built.config, context)
-            transports = tuple(self._backend.transports)
-            return self._backend.input, transports, {name: receivers(self._backend, name) for name in transports}, self.node()[0]
+            self._backend = registry().build("inference_backend", built.implementation, built.config, context)
+            known = type(self._backend).transports(built.config, context)
+            return self._backend.input, {name: self._backend.receivers(name) for name in known}, self.node()[0]
 
         return await self._answer(work())
 
@@ -46,7 +46,7 @@ class Replica(Process):
 
     async def _generate(self, ticket: str, request: Request, live: tuple[int, int] | None) -> Generation:
         if live is not None:
-            self._tell(live)
+            self._take_live(live)
         self._requests[ticket] = request
         try:
             generation: Generation = await self._backend.generate(request)
@@ -56,12 +56,13 @@ class Replica(Process):
 
     async def live(self, live: tuple[int, int]) -> None:
         """(serial number, episodes): an older one than the last is ignored."""
-        self._tell(live)
+        self._take_live(live)
 
-    def _tell(self, live: tuple[int, int]) -> None:
+    def _take_live(self, live: tuple[int, int]) -> None:
         serial, episodes = live
-        if serial > self._told:
-            self._told = serial
+        # Calls overtake each other: the latest number counts, not the one that arrives last.
+        if serial > self._latest:
+            self._latest = serial
             self._backend.live(episodes)
 
     async def abort(self, ticket: str) -> Answer:

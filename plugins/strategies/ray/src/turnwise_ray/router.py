@@ -13,8 +13,8 @@ import ray
 from turnwise.contracts.inference import Request
 from turnwise.data.trajectory import Generation
 from turnwise.errors import EngineError, EngineLost
-from turnwise.rollout.homes import Homes
 from turnwise_ray.actors import Answer, result
+from turnwise_serving.affinity import Affinity
 
 
 class Router:
@@ -30,7 +30,7 @@ class Router:
         self.input = input
         self._serving: dict[int, Any] = {}
         self._changed = asyncio.Event()
-        self._homes = Homes()
+        self._homes = Affinity()
         self._name, self._serial = uuid.uuid4().hex, itertools.count()
         self._sent: dict[Request, tuple[Any, str]] = {}
         self._failed: EngineError | None = None
@@ -57,6 +57,7 @@ class Router:
     async def _ask(self, number: int, request: Request) -> Answer | None:
         """The engine's answer; None where it is gone, and has to be asked no more."""
         member, ticket = self._serving[number], f"{self._name}-{next(self._serial)}"
+        # By a ticket, as the request's own identity is lost when it is pickled.
         self._sent[request] = (member, ticket)
         try:
             answer: Answer | None = await result(member.generate.remote(ticket, request, self._live))

@@ -5,25 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from attrs import evolve
 
-from turnwise.contracts.runtime import RolePlan
+from turnwise.contracts.runtime import TrainPlan
 from turnwise.contracts.train import Offer, Ranks
 from turnwise.data.dealing import deal, gather, merge_results
-from turnwise.data.rows import Rows, Update
+from turnwise.data.rows import Rows, Update, UpdateResult
 from turnwise.errors import MachineError, TrainerError, TurnwiseError
 from turnwise.plugins import registry
 from turnwise.ports import free_port
-from turnwise_ray.actors import WATCH_SECONDS, Answer, Home, Process, death, packed, process, result, unpacked
+from turnwise_ray.actors import WATCH_SECONDS, Actor, Answer, Home, Process, death, packed, process, result, unpacked
 from turnwise_ray.cluster import Cluster, Seat
 
 GRACE_SECONDS = 5.0
-"""After the first failure of a rank: how long the others may take to tell theirs, which may be the cause."""
+"""After the first failure of a rank: how long the others may take to report theirs, which may be the cause."""
 CLOSE_SECONDS = 30.0
 
 
@@ -36,7 +37,7 @@ class TrainRank(Process):
         return node, address, free_port("")
 
     def start(self, home: Home, plan: bytes, ranks: Ranks, devices: tuple[int, ...]) -> Answer:
-        """Build the strategy; answers (transports, data_parallel)."""
+        """Build the strategy; answers its data_parallel."""
         return self.answer(lambda: self._start(home, plan, ranks, devices))
 
     def _start(self, home: Home, plan: bytes, ranks: Ranks, devices: tuple[int, ...]) -> Any:
@@ -46,14 +47,15 @@ class TrainRank(Process):
         launched = {"RANK": ranks.rank, "WORLD_SIZE": ranks.size, "LOCAL_RANK": device, "MASTER_ADDR": host, "MASTER_PORT": port}
         for name, value in launched.items():
             os.environ.setdefault(name, str(value))
+        # Plugins are declared before the plan is unpacked, of whose classes it may be made.
         home.enter()
-        built: RolePlan = unpacked(plan)
+        built: TrainPlan = unpacked(plan)
         context = evolve(built.context, ranks=ranks, devices=devices)
-        self._target = registry().build(built.kind, built.implementation, built.config, context)
-        return tuple(self._target.transports), tuple(getattr(self._target, "data_parallel", (0, 1)))
+        self._target = registry().build("train_strategy", built.implementation, built.config, context)
+        return tuple(self._target.data_parallel) if ranks.size > 1 else (0, 1)
 
-    def call(self, answers: bool, method: str, *args: Any) -> Answer:
-        """Call the strategy; without `answers` the result stays here, for another rank tells it."""
+    def call(self, answers: bool, method: str, *args: object) -> Answer:
+        """Call the strategy; without `answers` the result stays here, for another rank returns it."""
 
         def work() -> Any:
             value = getattr(self._target, method)(*args)
@@ -62,17 +64,15 @@ class TrainRank(Process):
         return self.answer(work)
 
 
-class RayHandle:
-    """A placed training role (turnwise.contracts.runtime.Handle). Calls run one after the other."""
+class RayRole:
+    """A placed training role (turnwise.contracts.runtime.TrainRole). Calls run one after the other."""
 
-    transports: tuple[str, ...] = ()
-
-    def __init__(self, plan: RolePlan, cluster: Cluster, home: Home, timeout: float, start_timeout: float) -> None:
+    def __init__(self, plan: TrainPlan, cluster: Cluster, home: Home, timeout: float, start_timeout: float) -> None:
         self.role = plan.role
         self.node = ""  # that of rank 0, which sends the weights
         self._plan, self._cluster, self._home = plan, cluster, home
         self._timeout, self._start_timeout = timeout, start_timeout
-        self._ranks: list[Any] = []
+        self._ranks: list[Actor] = []
         self._places: list[str] = []
         self._data_parallel: list[tuple[int, int]] = []
         self._turn = asyncio.Lock()
@@ -82,7 +82,7 @@ class RayHandle:
         self._offloaded = self._closed = self._left_behind = False
         self._broken: TurnwiseError | None = None
 
-    async def start(self) -> RayHandle:
+    async def start(self) -> RayRole:
         """Place the ranks and build the strategy in each. Raises what a rank raised, or MachineError."""
         seats = await self._cluster.seats(self.role, self._plan.devices)
         plan = packed(evolve(self._plan, environment={}))
@@ -98,12 +98,10 @@ class RayHandle:
                 rank.start.remote(self._home, plan, Ranks(number, len(seats), hosts[:number].count(hosts[number]), address), (0,) if seat.gpu else ())
                 for number, (rank, seat) in enumerate(zip(self._ranks, seats, strict=True))
             ]
-            facts = await self._all(calls, "start")
+            self._data_parallel = await self._all(calls, "start")
         except BaseException:
             self._kill()
             raise
-        self.transports = facts[0][0]
-        self._data_parallel = [own for _, own in facts]
         return self
 
     async def _spawn(self, seats: Sequence[Seat]) -> None:
@@ -122,24 +120,85 @@ class RayHandle:
         except ray.exceptions.RayError as error:
             raise TrainerError(f"{self.role}: a process did not come up: {death(error)}") from error
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Run `method` on all ranks. Raises what a rank raised, with the rank's name, or TrainerError for one that died or did not answer."""
+    async def logprobs(self, rows: Rows) -> np.ndarray:
+        """As TrainStrategy.logprobs, of rows dealt to the ranks."""
+        async with self._calling("logprobs"):
+            return await self._dealt("logprobs", rows)
+
+    async def base_logprobs(self, rows: Rows) -> np.ndarray:
+        """As TrainStrategy.base_logprobs, of rows dealt to the ranks."""
+        async with self._calling("base_logprobs"):
+            return await self._dealt("base_logprobs", rows)
+
+    async def values(self, rows: Rows) -> np.ndarray:
+        """As TrainStrategy.values, of rows dealt to the ranks."""
+        async with self._calling("values"):
+            return await self._dealt("values", rows)
+
+    async def update(self, update: Update) -> UpdateResult:
+        """As TrainStrategy.update, of rows dealt to the ranks."""
+        async with self._calling("update"):
+            self._fresh = None
+            shares = self._shares(update.rows)
+            results: list[UpdateResult] = await self._answers("update", [evolve(update, rows=rows) for _, rows in shares])
+            return results[0] if len(results) == 1 else merge_results(results)
+
+    async def offer(self, transport: str, version: int, receivers: int = 1) -> Offer:
+        """As TrainStrategy.offer, of rank 0. Until it is sent, no engine gets weights `again`."""
+        async with self._calling("offer"):
+            self._sent.clear()
+            self._fresh = (transport, version)
+            return await self._offer(transport, version, receivers)
+
+    async def send(self, offer: Offer) -> None:
+        """As TrainStrategy.send."""
+        async with self._calling("send"):
+            try:
+                await self._each("send", offer)
+            finally:
+                self._sent.set()
+
+    async def save(self, folder: Path) -> None:
+        """As TrainStrategy.save; each rank writes its own part."""
+        await self.each("save", folder)
+
+    async def load(self, folder: Path) -> None:
+        """As TrainStrategy.load."""
+        async with self._calling("load"):
+            self._fresh = None
+            await self._each("load", folder)
+
+    async def export(self, folder: Path) -> None:
+        """As TrainStrategy.export."""
+        await self.each("export", folder)
+
+    async def offload(self) -> None:
+        """As TrainStrategy.offload."""
+        async with self._calling("offload"):
+            await self._each("offload")
+            self._offloaded = True
+
+    async def onload(self) -> None:
+        """As TrainStrategy.onload."""
+        async with self._calling("onload"):
+            await self._each("onload")
+            self._offloaded = False
+
+    async def each(self, method: str, *args: object) -> Any:  # what the method returns: it is called by name
+        """Call a method of the strategies by name, one in each rank, and return what rank 0 answered. Raises what a rank raised, with the rank's
+        name, or TrainerError for one that died or did not answer."""
+        async with self._calling(method):
+            return await self._each(method, *args)
+
+    @contextlib.asynccontextmanager
+    async def _calling(self, method: str) -> AsyncIterator[None]:
+        """Calls run one after the other, and none after `close` or the end of a rank."""
         if self._closed:
             raise TrainerError(f"{self.role}: {method} was called after close")
         async with self._turn:
-            if method == "offer":
-                self._sent.clear()
-                self._fresh = (args[0], args[1])
-            elif method in ("update", "load"):
-                self._fresh = None
-            try:
-                value = await self._call(method, *args)
-            finally:
-                if method == "send":
-                    self._sent.set()
-            if method in ("offload", "onload"):
-                self._offloaded = method == "offload"
-            return value
+            if self._broken is not None:
+                raise self._broken
+            yield
 
     async def watch(self) -> None:
         """Ask all ranks every WATCH_SECONDS whether they are there. Raises TrainerError for one that is gone, and so does every later call."""
@@ -152,7 +211,7 @@ class RayHandle:
                     raise self._broken from error
             await asyncio.sleep(WATCH_SECONDS)
 
-    async def again(self, receivers: Callable[[str], int], receive: Callable[[Offer], Awaitable[Any]]) -> bool:
+    async def again(self, receivers: Callable[[str], int], receive: Callable[[Offer], Awaitable[object]]) -> bool:
         """Send the weights of the last offer once more, to backends that came later. False: they have changed since, the next offer will do.
         `receivers`: how many read an offer of a transport.
 
@@ -162,36 +221,46 @@ class RayHandle:
             async with self._turn:
                 if not self._sent.is_set():
                     continue
+                if self._broken is not None:
+                    raise self._broken
                 if self._fresh is None or self._closed:
                     return False
                 back = self._offloaded
                 if back:
-                    await self._call("onload")
-                offer = await self._call("offer", *self._fresh, receivers(self._fresh[0]))
-                done = await asyncio.gather(self._call("send", offer), receive(offer), return_exceptions=True)
+                    await self._each("onload")
+                offer = await self._offer(*self._fresh, receivers(self._fresh[0]))
+                done = await asyncio.gather(self._each("send", offer), receive(offer), return_exceptions=True)
                 if back:
-                    await self._call("offload")
+                    await self._each("offload")
                 for error in done:
                     if isinstance(error, BaseException):
                         raise error
                 return True
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        if self._broken is not None:
-            raise self._broken
-        if method in ("logprobs", "base_logprobs", "values", "update"):
-            return await self._dealt(method, args[0])
+    async def _each(self, method: str, *args: object) -> Any:
+        # A process elsewhere may have another working folder.
         args = tuple(arg.absolute() if isinstance(arg, Path) else arg for arg in args)
         answers = await self._all([rank.call.remote(number == 0, method, *args) for number, rank in enumerate(self._ranks)], method)
         return answers[0]
 
-    async def _dealt(self, method: str, work: Rows | Update) -> Any:
-        """Each data parallel rank gets its rows alone; those within one get the same, and the first of them answers."""
-        rows = work.rows if isinstance(work, Update) else work
-        parts = self._data_parallel[0][1]
-        shares = deal(rows, parts)
-        picked = [rows] if parts == 1 else [rows.select(share) for share in shares]
-        pieces = [evolve(work, rows=piece) if isinstance(work, Update) else piece for piece in picked]
+    async def _offer(self, transport: str, version: int, receivers: int) -> Offer:
+        offer: Offer = await self._each("offer", transport, version, receivers)
+        return offer
+
+    async def _dealt(self, method: str, rows: Rows) -> np.ndarray:
+        """An answer along the rows, put together in their order."""
+        shares = self._shares(rows)
+        values: list[np.ndarray] = await self._answers(method, [piece for _, piece in shares])
+        return values[0] if len(values) == 1 else gather(rows, [share for share, _ in shares], values)
+
+    def _shares(self, rows: Rows) -> list[tuple[np.ndarray, Rows]]:
+        """Which rows each data parallel rank gets, and those rows."""
+        shares = deal(rows, self._data_parallel[0][1])
+        return [(share, rows if len(shares) == 1 else rows.select(share)) for share in shares]
+
+    async def _answers(self, method: str, pieces: Sequence[Rows | Update]) -> list[Any]:
+        """Each data parallel rank gets its piece alone; those within one get the same, and the first of them answers."""
+        # Once a piece: the ranks within a data parallel one get the same rows. In threads: pickling holds up the loop.
         stored = await asyncio.gather(*(asyncio.to_thread(ray.put, piece) for piece in pieces))
         first = {part: number for number, (part, _) in reversed(list(enumerate(self._data_parallel)))}
         calls = [
@@ -199,13 +268,10 @@ class RayHandle:
             for number, (rank, (part, _)) in enumerate(zip(self._ranks, self._data_parallel, strict=True))
         ]
         answers = await self._all(calls, method)
-        values = [answers[first[part]] for part in range(parts)]
-        if parts == 1:
-            return values[0]
-        return merge_results(values) if isinstance(work, Update) else gather(rows, shares, values)
+        return [answers[first[part]] for part in range(len(pieces))]
 
     async def _all(self, calls: Sequence[Any], method: str) -> list[Any]:
-        """The answers of all ranks. After a failure the others have a little time to tell theirs; a rank that then still waits for a lost one
+        """The answers of all ranks. After a failure the others have a little time to report theirs; a rank that then still waits for a lost one
         is ended."""
         loop = asyncio.get_running_loop()
         waiting = {asyncio.ensure_future(result(call)): number for number, call in enumerate(calls)}
@@ -241,7 +307,7 @@ class RayHandle:
                 future.cancel()
         if not failures and not waiting:
             return [answers[number] for number in range(len(calls))]
-        # Rather what a strategy told itself than the exception of a rank that noticed another's end.
+        # Rather what a strategy reported itself than the exception of a rank that noticed another's end.
         problem = max(failures, key=lambda one: one[0])[1] if failures else self._late(method, sorted(waiting.values()))
         if waiting or dead:
             self._broken = problem
@@ -267,6 +333,6 @@ class RayHandle:
         try:
             if self._broken is None and not self._left_behind:
                 self._timeout = min(self._timeout, CLOSE_SECONDS)
-                await self._call("close")
+                await self._each("close")
         finally:
             self._kill()

@@ -12,6 +12,7 @@ from turnwise.contracts.chat import Chat
 from turnwise.contracts.inference import Request, checked_ids
 from turnwise.data.trajectory import Generation, float32, int32
 from turnwise.errors import EngineError
+from turnwise_serving.answers import cut, token_versions
 
 
 @frozen
@@ -35,6 +36,7 @@ def body(request: Request, limits: Limits, stop_ids: Sequence[int]) -> dict[str,
     return {
         "input_ids": ids.tolist(),
         "return_logprob": True,
+        # The server has no tokenizer to look for stop strings with, so they are sought here while tokens arrive.
         "stream": bool(args.stop_strings),
         "sampling_params": {
             "max_new_tokens": min(request.max_new_tokens, limits.sequence_length - len(ids)),
@@ -64,20 +66,21 @@ class StopStrings:
     def length(self, ids: Sequence[int]) -> int | None:
         """How many ids there are up to the token that completed a stop string; None: none so far."""
         for length in range(self._seen + 1, len(ids) + 1):
-            text = self._chat.decode(int32(ids[max(0, length - self._tail) : length]))
+            text = self._chat.decode(int32(ids[max(0, length - self._tail) : length]), special=True)
             if any(string in text for string in self._strings):
                 return length
         self._seen = len(ids)
         return None
 
 
-def continued(told: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
+def continued(payload: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
     """The body that goes on where the answer `before` was broken off."""
     if before is None:
-        return dict(told)
-    ids, params = before["output_ids"], told["sampling_params"]
+        return dict(payload)
+    ids, params = before["output_ids"], payload["sampling_params"]
+    # The seed stays: SGLang draws by seed and position, and the positions go on.
     left = {**params, "max_new_tokens": params["max_new_tokens"] - len(ids)}
-    return {**told, "input_ids": [*told["input_ids"], *ids], "sampling_params": left}
+    return {**payload, "input_ids": [*payload["input_ids"], *ids], "sampling_params": left}
 
 
 def joined(before: Mapping[str, Any] | None, answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,17 +88,18 @@ def joined(before: Mapping[str, Any] | None, answer: Mapping[str, Any]) -> dict[
     old = before or {"output_ids": [], "meta_info": {}}
     facts, start = answer["meta_info"], len(old["output_ids"])
     spans = [{**span, "start": span["start"] + start, "end": span["end"] + start} for span in facts.get("weight_versions") or ()]
-    told = {
+    whole = {
         "output_token_logprobs": [*old["meta_info"].get("output_token_logprobs", ()), *(facts.get("output_token_logprobs") or ())],
         "weight_versions": [*old["meta_info"].get("weight_versions", ()), *spans],
+        # What went in again with the prompt is part of the response.
         "prompt_tokens": facts.get("prompt_tokens", 0) - start,
     }
-    return {"output_ids": [*old["output_ids"], *(answer.get("output_ids") or ())], "meta_info": {**facts, **told}}
+    return {"output_ids": [*old["output_ids"], *(answer.get("output_ids") or ())], "meta_info": {**facts, **whole}}
 
 
-def ended(answer: Mapping[str, Any], told: Mapping[str, Any]) -> str:
+def ended(answer: Mapping[str, Any], payload: Mapping[str, Any]) -> str:
     """How an answer that was broken off had ended already: `stop`, `length`, or "" if it had not."""
-    ids, params = answer["output_ids"], told["sampling_params"]
+    ids, params = answer["output_ids"], payload["sampling_params"]
     if ids and ids[-1] in params["stop_token_ids"]:
         return "stop"
     return "length" if len(ids) >= params["max_new_tokens"] else ""
@@ -117,28 +121,6 @@ def generation(answer: Mapping[str, Any], request: Request, chat: Chat, ours: bo
     if not np.isfinite(logprobs).all():
         raise EngineError("SGLang sampled with log-probs that are no numbers: the weights or the logits are broken")
     finish: Any = "stop" if length is not None else facts["finish_reason"]["type"]
-    return Generation(_cut(chat.decode(ids), request), ids, logprobs if ours else None, _versions(facts, len(ids)), finish)
-
-
-def _versions(facts: Mapping[str, Any], count: int) -> np.ndarray:
-    """int32 [count] from the spans of versions that SGLang gives."""
-    versions = np.full(count, -1, np.int32)
-    for span in facts.get("weight_versions") or ():
-        versions[span["start"] : span["end"]] = number(span["version"])
-    if (versions < 0).any():
-        raise EngineError("SGLang did not tell which weights sampled every token. Fix: SGLang 0.5.21 or newer")
-    return versions
-
-
-def number(version: Any) -> int:
-    """A version as SGLang keeps it, in text; whatever it held before our first update counts as 0."""
-    return int(version) if str(version).isdecimal() else 0
-
-
-def _cut(text: str, request: Request) -> str:
-    """The text up to its first stop string, with or without it."""
-    found = [(place, string) for string in request.args.stop_strings if (place := text.find(string)) >= 0]
-    if not found:
-        return text
-    place, string = min(found)
-    return text[: place + len(string)] if request.args.include_stop_str_in_output else text[:place]
+    spans = [(span["version"], span["start"], span["end"]) for span in facts.get("weight_versions") or ()]
+    versions = token_versions(spans, len(ids), "SGLang", fix="SGLang 0.5.21 or newer")
+    return Generation(cut(chat.decode(ids), request.args), ids, logprobs if ours else None, versions, finish)

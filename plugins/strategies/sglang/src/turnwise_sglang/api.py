@@ -1,4 +1,4 @@
-"""SGLang's HTTP interface as far as a backend needs it: JSON in, JSON out, and every failure told as one."""
+"""SGLang's HTTP interface as far as a backend needs it: JSON in, JSON out, and every failure as one."""
 
 from __future__ import annotations
 
@@ -6,108 +6,64 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-import httpx2
-
 from turnwise.errors import EngineError
-from turnwise_sglang import memory
+from turnwise_serving.http import Client, Refused, Response, Slow, reason
+from turnwise_sglang.memory import MEMORY
 
 
-class Gone(Exception):
-    """The connection broke: the server died, or is not there."""
-
-
-class Api:
-    """Calls to one server. `timeout`: seconds for a call that is no response to sample. One event loop, until `close`."""
-
-    def __init__(self, url: str, timeout: float, key: str | None = None) -> None:
-        self.url = url.rstrip("/")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # No limit on connections: the engine queues. Nor a proxy: the environment's would see loopback calls.
-        self._client = httpx2.AsyncClient(
-            base_url=self.url,
-            headers=headers,
-            timeout=httpx2.Timeout(timeout, pool=None),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
-            trust_env=False,
-        )
-
-    async def healthy(self) -> bool:
-        """Whether it answers, within a few seconds."""
-        try:
-            return (await self._client.get("/health", timeout=5.0)).status_code == 200
-        except httpx2.HTTPError:
-            return False
+class Api(Client):
+    """Calls to one server; each raises Gone where the connection breaks, and EngineError for all else. `timeout`: seconds for a call that is no
+    response to sample."""
 
     async def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at `path`. Raises Gone, EngineError."""
-        return self._object(path, await self._sent("GET", path, None, None))
+        """The JSON object at `path`."""
+        return self._object(path, await self._answered("GET", path, None, None))
 
     async def post(self, path: str, body: Mapping[str, Any] | bytes | None = None, timeout: float | None = None) -> dict[str, Any]:
-        """The JSON answer to `body` (`bytes`: JSON already). Raises Gone; EngineError for an HTTP error and for `success: false`."""
-        return self._object(path, await self._sent("POST", path, body, timeout))
+        """The JSON answer to `body` (`bytes`: JSON already); `success: false` is an EngineError too."""
+        return self._object(path, await self._answered("POST", path, body or {}, timeout))
 
     async def call(self, path: str, body: Mapping[str, Any] | None = None) -> str:
         """As `post`, for what answers in plain text."""
-        response = await self._sent("POST", path, body, None)
+        response = await self._answered("POST", path, body or {}, None)
         if response.status_code != 200:
             raise self._refused(path, response.status_code, response.text)
         return response.text
 
     async def stream(self, path: str, body: Mapping[str, Any], timeout: float) -> AsyncIterator[dict[str, Any]]:
-        """The server-sent JSON objects in answer to `body`. Raises Gone, EngineError."""
+        """The server-sent JSON objects in answer to `body`."""
         try:
-            async with self._client.stream("POST", path, json=body, timeout=httpx2.Timeout(timeout, pool=None)) as response:
-                if response.status_code != 200:
-                    raise self._refused(path, response.status_code, (await response.aread()).decode(errors="replace"))
-                async for line in response.aiter_lines():
-                    if not line.startswith("data:") or (data := line.removeprefix("data:").strip()) == "[DONE]":
-                        continue
-                    told = json.loads(data)
-                    if "error" in told:
-                        raise self._refused(path, 200, data)
-                    yield told
-        except httpx2.TimeoutException as error:
+            async for data in self.events(path, body, timeout):
+                payload = json.loads(data)
+                # An error after the stream has begun comes as data: the status was 200 already.
+                if "error" in payload:
+                    raise self._refused(path, 200, data)
+                yield payload
+        except Slow as error:
             raise self._slow(path, timeout) from error
-        except httpx2.HTTPError as error:
-            raise Gone(f"{type(error).__name__}: {error}") from error
+        except Refused as error:
+            raise self._refused(path, error.status, error.text) from error
 
-    async def close(self) -> None:
-        """Break off every call."""
-        await self._client.aclose()
-
-    async def _sent(self, method: str, path: str, body: Mapping[str, Any] | bytes | None, timeout: float | None) -> httpx2.Response:
-        content = body if isinstance(body, bytes) else json.dumps(dict(body or {})).encode()
-        sent: dict[str, Any] = {} if method == "GET" else {"content": content, "headers": {"Content-Type": "application/json"}}
-        if timeout is not None:
-            sent["timeout"] = httpx2.Timeout(timeout, pool=None)
+    async def _answered(self, method: str, path: str, body: Mapping[str, Any] | bytes | None, timeout: float | None) -> Response:
         try:
-            return await self._client.request(method, path, **sent)
-        except httpx2.TimeoutException as error:
+            return await self.send(method, path, body, timeout)
+        except Slow as error:
             raise self._slow(path, timeout) from error
-        except httpx2.HTTPError as error:
-            raise Gone(f"{type(error).__name__}: {error}") from error
-        except RuntimeError as error:  # the client was closed meanwhile
-            raise Gone(str(error)) from error
 
-    def _object(self, path: str, response: httpx2.Response) -> dict[str, Any]:
+    def _object(self, path: str, response: Response) -> dict[str, Any]:
         try:
-            told = response.json()
+            payload = response.json()
         except ValueError:
-            told = None
-        if response.status_code != 200 or not isinstance(told, dict) or told.get("success") is False:
+            payload = None
+        # SGLang reports a failed update with status 200 and success: false.
+        if response.status_code != 200 or not isinstance(payload, dict) or payload.get("success") is False:
             raise self._refused(path, response.status_code, response.text)
-        return told
+        return payload
 
     def _refused(self, path: str, status: int, text: str) -> EngineError:
-        try:
-            told = json.loads(text)
-            message = told.get("message") or told.get("error_message") or told.get("detail") or told.get("error") or text
-            message = message.get("message", message) if isinstance(message, dict) else message
-        except (ValueError, AttributeError):
-            message = text
         fix = " Fix: strategy_config.api_key_env" if status in (401, 403) else ""
-        refused = f"SGLang refused {path} ({status}): {' '.join(str(message).split())[:600]}{fix}"
-        return EngineError(memory.told(refused, text, memory.phase(path)))
+        refused = f"SGLang refused {path} ({status}): {reason(text)}{fix}"
+        return EngineError(MEMORY.explained(refused, text, MEMORY.phase(path)))
 
     def _slow(self, path: str, timeout: float | None) -> EngineError:
         limit = "control_timeout" if timeout is None else "request_timeout" if path == "/generate" else "weight_sync_timeout"

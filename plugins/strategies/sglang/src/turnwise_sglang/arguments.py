@@ -16,16 +16,24 @@ from packaging.version import InvalidVersion, Version
 
 from turnwise.contracts.inference import InferenceContext
 from turnwise.contracts.train import Lora
-from turnwise.errors import did_you_mean
+from turnwise.errors import Problem, did_you_mean
+from turnwise_serving.models import DTYPES, sees
+from turnwise_serving.process import ENGINE, TOOLS, visible
 from turnwise_sglang.config import SglangConfig
-from turnwise_sglang.images import sees
 
+WHERE = "actor_infer.strategy_args.strategy_config"
+"""The block of the configuration in which the options stand."""
 LAUNCHER = Path(__file__).with_name("engine") / "turnwise_serve.py"
 OLDEST = "0.5.21"
 """The first version whose weight updates are sessions (begin_weight_update)."""
 OURS = {"model_path": "pretrain", "weight_version": "nothing: the backend counts versions", "host": "nothing: the server listens on loopback"}
 OURS |= {"port": "nothing: a free one is taken", "dtype": "model_args.dtype", "tokenizer_path": "pretrain"}
-OURS |= {"skip_server_warmup": "nothing: it is on", "nnodes": "nothing: one server is on one host", "api_key": "nothing"}
+OURS |= {
+    "skip_server_warmup": "nothing: it is on",
+    "nnodes": "nothing: one server is on one host",
+    "api_key": "nothing: each start makes its own",
+}
+OURS |= {"trust_remote_code": "trust_remote_code, beside pretrain"}
 OURS |= {"enable_lora": "actor_train.model_args.lora_sync", "lora_paths": "pretrain"}
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What a server makes room for where the target names no modules: the linear layers of the architectures that SGLang has adapters for."""
@@ -44,7 +52,6 @@ _FIELDS = (
 _ELSEWHERE = {"tensor_parallel_size": "tp_size", "pipeline_parallel_size": "pp_size", "data_parallel_size": "dp_size"}
 _ELSEWHERE |= {"gpu_memory_utilization": "mem_fraction_static", "max_model_len": "context_length", "max_num_seqs": "max_running_requests"}
 """vLLM's names, which are far from SGLang's."""
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SPARE = 8
 """SGLang keeps a few positions of its context for itself; a response may fill sequence_length to the last token."""
 _CPU_TOKENS = 65536
@@ -55,6 +62,7 @@ _CPU: Mapping[str, Any] = {
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "disable_overlap_schedule": True,
+    # With OMP_NUM_THREADS=1 it took one batch from 13 s to 0.13 s: spinning processes take the cores from each other.
     "sleep_on_idle": True,
     "mem_fraction_static": 0.8,
 }
@@ -78,7 +86,8 @@ def server_arguments(config: SglangConfig, context: InferenceContext, port: int)
     if on == "cpu":
         defaults |= {**_CPU, "max_total_tokens": max(_CPU_TOKENS, 2 * (context.sequence_length + SPARE))}
     if sees(context.model):
-        defaults["disable_fast_image_processor"] = True  # torchvision's gives other pixels than the trainer's
+        # torchvision's gives other pixels than the trainer's.
+        defaults["disable_fast_image_processor"] = True
     if on is not None:
         given["device"] = on
     if context.lora is not None:
@@ -90,6 +99,7 @@ def server_arguments(config: SglangConfig, context: InferenceContext, port: int)
         "dtype": DTYPES[context.dtype],
         "context_length": config.context_length or context.sequence_length + SPARE,
         "random_seed": context.seed % 2**31,
+        "trust_remote_code": context.trust_remote_code,
         "host": "127.0.0.1",
         "port": port,
         "weight_version": "0",
@@ -100,6 +110,7 @@ def server_arguments(config: SglangConfig, context: InferenceContext, port: int)
 
 def lora_arguments(lora: Lora, on: str | None) -> dict[str, Any]:
     """Room for one adapter beside the model."""
+    # Two adapters: a new one is loaded before the last one leaves.
     room = {"enable_lora": True, "max_lora_rank": lora.rank, "lora_target_modules": modules(lora.target), "max_loras_per_batch": 2}
     return room | ({"lora_backend": "torch_native"} if on == "cpu" else {})
 
@@ -115,34 +126,31 @@ def environment(config: SglangConfig, context: InferenceContext) -> dict[str, st
     """The server's environment: this process's, without what belongs to this interpreter, with the role's devices."""
     values = dict(os.environ)
     if config.python and Path(config.python).absolute() != Path(sys.executable).absolute():
+        # Packages of this interpreter must not be imported by another.
         for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
             values.pop(name, None)
     # Log-probs before the temperature would be another quantity than ours.
     values.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)
+    # context_length may exceed the model's own by SPARE. Unbuffered, the log holds a dying server's last words.
     values |= {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "PYTHONUNBUFFERED": "1"}
     if sees(context.model):
-        values["SGLANG_VLM_CACHE_SIZE_MB"] = "0"  # flushing spares it: after an update it would give the old weights' features of an image
+        # Flushing spares it: after an update it would give the old weights' features of an image.
+        values["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     if device(config, context) == "cpu":
         values |= {"TURNWISE_SGLANG_CPU": "1", "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
         values.setdefault("OMP_NUM_THREADS", "1")
         if (ranks := config.devices_per_engine) > 1:
             values.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores(ranks))
     elif context.devices:
-        values["CUDA_VISIBLE_DEVICES"] = _visible(context.devices)
+        values["CUDA_VISIBLE_DEVICES"] = visible(context.devices)
     return values
 
 
 def _cores(ranks: int) -> str:
-    """This process's CPU cores, dealt out to so many ranks, in SGLang's words. Untold, it has room for one rank on each NUMA node only."""
+    """This process's CPU cores, dealt out to so many ranks, in SGLang's words. By default it has room for one rank on each NUMA node only."""
     mine = sorted(os.sched_getaffinity(0))
     each = max(1, len(mine) // ranks)
     return "|".join(",".join(str(mine[place % len(mine)]) for place in range(rank * each, (rank + 1) * each)) for rank in range(ranks))
-
-
-def _visible(devices: tuple[int, ...]) -> str:
-    """The role's devices as the environment names them: positions within what this process may see."""
-    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return ",".join(seen[number] if number < len(seen) else str(number) for number in devices)
 
 
 def installed(python: str, name: str = "sglang") -> str:
@@ -155,59 +163,63 @@ def installed(python: str, name: str = "sglang") -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def machine_problem(config: SglangConfig) -> str:
-    """Why this machine cannot start the server, or the empty string."""
-    python = interpreter(config)
+def machine_problem(config: SglangConfig) -> Problem | None:
+    """Why this machine cannot start the server, if it cannot."""
+    python, where = interpreter(config), f"{WHERE}.python"
     fix = "Fix: install SGLang there (requirements/sglang.txt in an environment of its own), or name its interpreter as strategy_config.python"
     try:
         version = installed(python)
     except OSError as error:
-        return f"actor_infer: strategy sglang: strategy_config.python {python!r} cannot be run ({error}). {fix}"
+        return Problem(where, f"{python!r} cannot be run ({error}). {fix}", machine=True)
     if not version:
-        return f"actor_infer: strategy sglang: {python} has no sglang. {fix}"
+        return Problem(where, f"{python} has no sglang. {fix}", machine=True)
     try:
         old = Version(version) < Version(OLDEST)
     except InvalidVersion:
-        return ""
-    return f"actor_infer: strategy sglang: {python} has sglang {version}, {OLDEST} or newer is needed. {fix}" if old else ""
+        return None
+    return Problem(where, f"{python} has sglang {version}, {OLDEST} or newer is needed. {fix}", machine=True) if old else None
 
 
-def memory_problems(config: SglangConfig, context: InferenceContext) -> list[str]:
+def memory_problems(config: SglangConfig, context: InferenceContext) -> list[Problem]:
     """What keeps `enable_memory_saver` from giving memory back in an interpreter that has SGLang."""
     if not config.enable_memory_saver:
         return []
+    where = f"{WHERE}.enable_memory_saver"
     if device(config, context) == "cpu":
-        where = "$.actor_infer.strategy_args.strategy_config.enable_memory_saver"
-        return [f"{where}: there is no device memory to give back on a CPU. Fix: false, or name GPUs in device_mapping"]
+        return [Problem(where, "there is no device memory to give back on a CPU. Fix: false, or name GPUs in device_mapping")]
     if installed(interpreter(config), SAVER):
         return []
-    lack = f"machine: actor_infer: strategy_config.enable_memory_saver needs the package {SAVER}, which {interpreter(config)} lacks"
-    return [f"{lack}. Fix: install it there, or enable_memory_saver: false"]
+    lack = f"needs the package {SAVER}, which {interpreter(config)} lacks. Fix: install it there, or enable_memory_saver: false"
+    return [Problem(where, lack, machine=True)]
 
 
-def argument_problems(config: SglangConfig, context: InferenceContext) -> list[str]:
+def argument_problems(config: SglangConfig, context: InferenceContext) -> list[Problem]:
     """What is wrong with `engine_args`: names that are this backend's to set, and what SGLang's own argument class refuses."""
-    where = "$.actor_infer.strategy_args.strategy_config"
-    problems = [f"{where}.{name} is not the user's to set. Use {use}." for name, use in OURS.items() if name in config.engine_args]
-    problems += [f"{where}: sglang has no argument {name!r}. Did you mean {_ELSEWHERE[name]!r}?" for name in config.engine_args if name in _ELSEWHERE]
+    given = config.engine_args
+    problems = [Problem(f"{WHERE}.{name}", f"not the user's to set. Use {use}.") for name, use in OURS.items() if name in given]
+    problems += [Problem(WHERE, f"sglang has no argument {name!r}. Did you mean {_ELSEWHERE[name]!r}?") for name in given if name in _ELSEWHERE]
     left = {name: value for name, value in config.engine_args.items() if name not in OURS and name not in _ELSEWHERE}
     if not left:
         return problems
-    told = json.dumps(left, default=str)
-    answer = _asked(interpreter(config), told, device(config, context) == "cpu")
-    if isinstance(answer, str) and not isinstance(other := _asked(interpreter(config), told, True), str):
-        answer = other  # on this machine it can be imported as for a CPU only; its argument class is the same
+    text = json.dumps(left, default=str)
+    answer = _asked(interpreter(config), text, device(config, context) == "cpu")
+    if isinstance(answer, str) and not isinstance(other := _asked(interpreter(config), text, True), str):
+        # On this machine it can be imported as for a CPU only; its argument class is the same.
+        answer = other
     if isinstance(answer, str):
-        return [*problems, f"machine: actor_infer: sglang's argument class could not be asked about {', '.join(left)}: {answer}"]
+        lack = f"sglang's argument class could not be asked about {', '.join(left)}: {answer}"
+        return [*problems, Problem(WHERE, lack, machine=True)]
     known = [*answer["known"], *SglangConfig.__annotations__]
-    problems += [f"{where}: sglang has no argument {name!r}.{did_you_mean(name, known)}" for name in answer["unknown"]]
-    return problems + [f"{where}.{line}" for line in answer["wrong"]]
+    problems += [Problem(WHERE, f"sglang has no argument {name!r}.{did_you_mean(name, known)}") for name in answer["unknown"]]
+    return problems + [Problem(WHERE, line) for line in answer["wrong"]]
 
 
 @functools.cache
 def _asked(python: str, arguments: str, cpu: bool) -> dict[str, list[str]] | str:
     """The answer of the interpreter's own argument class, or why there is none."""
-    values = {**os.environ, "TURNWISE_SGLANG_CPU": "1", "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""} if cpu else dict(os.environ)
+    values = {**os.environ, TOOLS: str(ENGINE)}
+    if cpu:
+        values |= {"TURNWISE_SGLANG_CPU": "1", "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
         file.write(arguments)
         file.flush()

@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import torch
 from attrs import evolve
 
 from turnwise.contracts.chat import Chat
-from turnwise.contracts.inference import InferenceContext, Request
+from turnwise.contracts.inference import DeviceMemory, InferenceContext, Request
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation, int32
-from turnwise.errors import ConfigError, EngineError, listed
-from turnwise.rollout.homes import Homes
+from turnwise.errors import ConfigError, EngineError, Problem, listed, refuse
+from turnwise_serving.affinity import Affinity
+from turnwise_serving.answers import version_number
+from turnwise_serving.endpoint import endpoint_problems
+from turnwise_serving.http import Gone
+from turnwise_serving.memory import UPDATE, WAKE
+from turnwise_serving.models import sees, vocabulary
+from turnwise_serving.offers import check_offer
+from turnwise_serving.running import CLOSED, Running
 from turnwise_sglang import images, lora, weights
-from turnwise_sglang.answers import Limits, StopStrings, body, continued, ended, generation, joined, number
-from turnwise_sglang.api import Gone
-from turnwise_sglang.arguments import argument_problems, device, machine_problem, memory_problems
+from turnwise_sglang.answers import Limits, StopStrings, body, continued, ended, generation, joined
+from turnwise_sglang.arguments import WHERE, argument_problems, device, machine_problem, memory_problems
 from turnwise_sglang.config import SglangConfig
 from turnwise_sglang.group import from_group
-from turnwise_sglang.link import Link, Links
+from turnwise_sglang.link import Link
+from turnwise_sglang.links import Links
 from turnwise_torch.broadcast import Member
 
 TRIES = 4
 """How often one request is sent when the server breaks the connection and lives on."""
+TAGS: Mapping[DeviceMemory, list[str]] = {"weights": ["weights"], "cache": ["kv_cache", "cuda_graph"]}
+"""SGLang's names for what it gives back."""
 
 
 class SglangBackend:
@@ -41,15 +48,13 @@ class SglangBackend:
     """
 
     input: Literal["ids", "messages"] = "ids"
-    transports: tuple[str, ...] = ("shared_memory", "process_group", "safetensors")
-    receivers = 1
-    adapters = True
 
     def __init__(self, config: SglangConfig, context: InferenceContext) -> None:
         """Starts nothing. Raises ConfigError: no model or chat, devices that are not one server's, a model that the server cannot serve so."""
         size = config.devices_per_engine
         if not context.updates and len(context.devices) % size == 0:
-            context = evolve(context, devices=context.devices[:size])  # an evaluation builds one of the role's servers, in this process
+            # An evaluation builds one of the role's servers, in this process.
+            context = evolve(context, devices=context.devices[:size])
         if context.model is None or context.chat is None:
             raise ConfigError("actor_infer: the sglang backend needs a model. Fix: name a folder, a hub id or a recipe as pretrain")
         if config.base_url is None and context.devices and len(context.devices) != size:
@@ -57,74 +62,67 @@ class SglangBackend:
                 f"actor_infer: one SGLang server of tp_size × pp_size × dp_size = {size} devices was given {len(context.devices)}. "
                 "Fix: dp_size, or a runtime that places several replicas (ray)"
             )
-        if found := [*lora.problems(config, context), *images.problems(config, context), *weights.problems(context.model)]:
-            raise ConfigError(found)  # before a run `check` has no folder to look into
-        if context.lora is not None:
-            pass  # adapters end in this process, whatever the server's sizes
-        elif config.dp_size > 1:
-            self.transports = ("safetensors",)  # SGLang updates from tensors in one copy only
-        elif config.pp_size > 1:
-            self.transports = ("shared_memory", "safetensors")  # SGLang numbers the ranks of a group by tensor parallel rank alone
-        elif device(config, context) != "cpu":
-            self.transports = ("process_group", "shared_memory", "safetensors")  # from GPU to GPU, past the hosts' memory
+        # Before a run `check` has no folder to look into.
+        refuse([*lora.problems(config, context), *images.problems(config, context), *weights.problems(context.model)])
         self._config, self._context, self._model = config, context, context.model
         self._chat: Chat = context.chat
-        self._limits = Limits(context.sequence_length, _vocabulary(context.model), images.sees(context.model))
+        self._limits = Limits(context.sequence_length, vocabulary(context.model), sees(context.model))
         self._images = images.Images(context.model)
         self._ours = not config.engine_args.get("speculative_algorithm")
-        self._links, self._homes = Links(config, context), Homes()
+        self._links, self._homes = Links(config, context), Affinity()
         self._member = Member(torch.device("cpu"))
         # A response in progress names its adapter, so at an update it is broken off, and goes on by naming the new one.
         self._cut = config.pause_mode == "abort" or context.lora is not None
-        self._tasks: dict[Request, asyncio.Task[Generation]] = {}
+        self._running = Running()
         self._aborts: set[asyncio.Task[None]] = set()
         self._awake = asyncio.Event()
         self._awake.set()
         self._version: int | None = None
         self._broken = ""
-        self._asleep = self._closed = False
+        self._asleep: set[DeviceMemory] = set()
+        self._slept: Link | None = None
+        self._closed = False
 
     @staticmethod
-    def check(config: SglangConfig, context: InferenceContext) -> list[str]:
+    def transports(config: SglangConfig, context: InferenceContext) -> tuple[str, ...]:
+        """What the server's sizes leave; adapters end in this process, whatever they are."""
+        if context.lora is None and config.dp_size > 1:
+            # SGLang updates from tensors in one copy only.
+            return ("safetensors",)
+        if context.lora is None and config.pp_size > 1:
+            # SGLang numbers the ranks of a group by tensor parallel rank alone.
+            return ("shared_memory", "safetensors")
+        if context.lora is None and device(config, context) != "cpu":
+            # From GPU to GPU, past the hosts' memory.
+            return ("process_group", "shared_memory", "safetensors")
+        return ("shared_memory", "process_group", "safetensors")
+
+    def receivers(self, transport: str) -> int:
+        """One reads, for all ranks of the server."""
+        return 1
+
+    @staticmethod
+    def check(config: SglangConfig, context: InferenceContext) -> list[Problem]:
         """The interpreter and its SGLang, and `engine_args` by SGLang's own argument class; for an attached server its address."""
-        where = "$.actor_infer.strategy_args.strategy_config"
         if config.base_url is None:
             lack = machine_problem(config)
-            own = [f"machine: {lack}"] if lack else [*memory_problems(config, context), *argument_problems(config, context)]
+            own = [lack] if lack else [*memory_problems(config, context), *argument_problems(config, context)]
             return [*lora.problems(config, context), *own]
         problems = [*lora.problems(config, context), *images.problems(config, context)]
         if config.engine_args:
-            problems.append(f"{where}: {listed(config.engine_args)} cannot be given to a server that is attached to (base_url). Fix: remove them")
-        if urlsplit(config.base_url).scheme not in ("http", "https"):
-            problems.append(f"{where}.base_url: {config.base_url!r} is no address. Fix: such as http://127.0.0.1:30000")
-        if config.api_key_env and config.api_key_env not in os.environ:
-            problems.append(f"machine: the environment variable {config.api_key_env} (strategy_config.api_key_env) is not set")
-        return problems
-
-    @staticmethod
-    def cannot_sleep(config: SglangConfig) -> str:
-        """Why `sleep` will be refused on GPUs."""
-        fix = "Fix: strategy_config: {enable_memory_saver: true}, or devices of its own"
-        return "" if config.enable_memory_saver else f"SGLang keeps its memory while it sleeps. {fix}"
+            text = f"{listed(config.engine_args)} cannot be given to a server that is attached to (base_url). Fix: remove them"
+            problems.append(Problem(WHERE, text))
+        return [*problems, *endpoint_problems(WHERE, config.base_url, config.api_key_env)]
 
     async def generate(self, request: Request) -> Generation:
         """Sample one response; sent again, with its seed, to a server that takes the place of a dead one. Raises EngineError."""
         if self._asleep:
             raise EngineError("the backend sleeps. Fix: wake it before sampling")
-        told = body(request, self._limits, self._chat.stop_ids)
+        payload = body(request, self._limits, self._chat.stop_ids)
         with self._homes.of(request, range(self._config.dp_size)) as copy:
             if self._config.dp_size > 1:
-                told["routed_dp_rank"] = copy
-            task = asyncio.ensure_future(self._answer(request, told))
-            self._tasks[request] = task
-            try:
-                return await task
-            except asyncio.CancelledError:
-                if self._closed and (asking := asyncio.current_task()) is not None and not asking.cancelling():
-                    raise EngineError("the backend was closed") from None  # by `close`, not by who asked
-                raise
-            finally:
-                self._tasks.pop(request, None)
+                payload["routed_dp_rank"] = copy
+            return await self._running.of(request, self._answer(request, payload))
 
     def live(self, episodes: int) -> None:
         """SGLang batches what is there at every token; it needs no count."""
@@ -134,20 +132,19 @@ class SglangBackend:
         (payload `folder`). Raises EngineError.
 
         Between two tokens: responses in progress are computed again from their ids with the new weights (`retract`) or sampled anew
-        (`abort`). With `context.lora` an offer brings adapters alone. Returns the version that the server tells.
+        (`abort`). With `context.lora` an offer brings adapters alone. Returns the version that the server reports.
         """
-        if offer.transport not in self.transports:
-            raise EngineError(f"the sglang backend cannot receive weights by {offer.transport!r}. Known: {listed(self.transports)}")
-        if (offer.adapter is None) != (self._context.lora is None):
-            raise EngineError("weight update: whole weights and adapters alone were mixed up. Fix: one lora_sync for both sides")
+        check_offer(offer, "SGLang", self.transports(self._config, self._context), self._context.lora)
         paused = not self._awake.is_set()
         self._awake.clear()
         try:
             link = await self._paused()
+            # Before anything is sent: however the update ends from here on, the server may hold a mixture.
             self._broken = f"the weight update to version {offer.version} failed half-way"
             link = await self._update(link, offer)
+            # Cached prompts were computed with the old weights.
             await link.api.call("/flush_cache")
-            version = number((await link.api.get("/model_info"))["weight_version"])
+            version = version_number((await link.api.get("/model_info"))["weight_version"])
             self._version, self._broken, link.bare = version, "", False
         except Gone as error:
             raise await self._links.given_up(link, error, f"in the weight update to version {offer.version}") from error
@@ -165,55 +162,55 @@ class SglangBackend:
     async def resume(self) -> None:
         """Go on after `pause`."""
         if (link := self._links.current) is not None and not link.lost:
-            with contextlib.suppress(Gone):  # its requests will find out, and replace it
+            # Its requests will find out, and replace it.
+            with contextlib.suppress(Gone):
                 await link.api.post("/continue_generation", {"torch_empty_cache": False})
         self._awake.set()
 
     async def abort(self, request: Request) -> None:
         """Cancel the request's `generate`, here and in the server. A request that is not here is ignored."""
-        if task := self._tasks.get(request):
-            task.cancel()
+        self._running.abort(request)
 
     async def sleep(self) -> None:
         """Give the device memory back, with `enable_memory_saver`; a server that died holds none. Raises EngineError on a device without it."""
         if not self._config.enable_memory_saver and self._context.devices:
-            raise EngineError(self.cannot_sleep(self._config))
-        self._asleep = True
+            raise EngineError(self._config.capabilities.cannot_sleep)
+        self._asleep = {"weights", "cache"}
+        self._slept = self._links.current
         await self._memory("/flush_cache", "/release_memory_occupation")
 
-    async def wake(self) -> None:
-        """Undo `sleep`; in place of a server that died meanwhile the next call starts another."""
-        if self._asleep:
-            await self._memory("/resume_memory_occupation")
-        self._asleep = False
+    async def wake(self, what: DeviceMemory) -> None:
+        """Undo `sleep` for one part; in place of a server that died meanwhile the next call starts another."""
+        if what in self._asleep and self._slept is self._links.current:
+            await self._memory("/resume_memory_occupation", tags=TAGS[what])
+        self._asleep -= {what}
 
     async def close(self) -> None:
         """Stop a server of ours, leave one that was attached to; requests that wait fail with EngineError. May be called twice."""
         self._closed = True
         self._awake.set()
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._running.close()
         # An attached server lets our adapter go only when no request uses it any more.
         await asyncio.gather(*self._aborts, return_exceptions=True)
         await self._links.close()
         await asyncio.to_thread(self._member.leave)
 
-    async def _answer(self, request: Request, told: dict[str, Any]) -> Generation:
+    async def _answer(self, request: Request, payload: dict[str, Any]) -> Generation:
         if request.images:
             assert request.ids is not None
-            told |= await asyncio.to_thread(self._images.told, int32(request.ids), request.images)
+            payload |= await asyncio.to_thread(self._images.fields, int32(request.ids), request.images)
         broken, before = 0, None
         while broken < TRIES + self._config.restarts:
             await self._awake.wait()
             link = await self._serving()
-            if not self._awake.is_set():  # paused while a server was started
+            # Paused while a server was started.
+            if not self._awake.is_set():
                 continue
-            rid = uuid.uuid4().hex  # a new one each time: the server may remember the old one
+            # A new one each time: the server may remember the old one.
+            rid = uuid.uuid4().hex
             name = {"lora_path": link.adapter} if link.adapter else {}
             try:
-                answer, length = await self._sampled(link, {**continued(told, before), **name, "rid": rid}, request, before)
+                answer, length = await self._sampled(link, {**continued(payload, before), **name, "rid": rid}, request, before)
             except Gone as error:
                 broken += 1
                 await self._links.lost(link, error)
@@ -224,12 +221,13 @@ class SglangBackend:
             except EngineError:
                 if name.get("lora_path", "") == link.adapter:
                     raise
-                continue  # it came too late for the adapter that it named
+                # It came too late for the adapter that it named.
+                continue
             whole = joined(before, answer)
             if answer["meta_info"]["finish_reason"]["type"] == "abort" and length is None:
                 self._broken_off(answer)
                 before = whole if self._config.pause_mode == "retract" else None
-                if before is None or not (finish := ended(before, told)):
+                if before is None or not (finish := ended(before, payload)):
                     continue
                 whole["meta_info"]["finish_reason"] = {"type": finish}
             return generation(whole, request, self._chat, self._ours, length)
@@ -238,7 +236,7 @@ class SglangBackend:
     async def _serving(self) -> Link:
         """The server, with weights that may be sampled from."""
         if self._closed:
-            raise EngineError("the backend was closed")
+            raise EngineError(CLOSED)
         if self._broken:
             raise EngineError(f"{self._broken}, so nothing may be sampled from it. Fix: send the weights again")
         if self._config.load_format == "dummy" and self._version is None:
@@ -248,17 +246,19 @@ class SglangBackend:
             raise EngineError("SGLang died and was started again; its weights had come by process_group, which keeps no copy. Fix: send them again")
         return link
 
-    async def _sampled(self, link: Link, told: dict[str, Any], request: Request, before: dict[str, Any] | None) -> tuple[dict[str, Any], int | None]:
+    async def _sampled(
+        self, link: Link, payload: dict[str, Any], request: Request, before: dict[str, Any] | None
+    ) -> tuple[dict[str, Any], int | None]:
         """The server's last answer, and how many ids of it and of the part `before` a stop string leaves (None: it did not end the response)."""
         timeout = self._config.request_timeout
-        if not told["stream"]:
-            return await link.api.post("/generate", told, timeout), None
+        if not payload["stream"]:
+            return await link.api.post("/generate", payload, timeout), None
         stops, length, answer = StopStrings(request, self._chat), None, None
         already = before["output_ids"] if before else []
-        async for answer in link.api.stream("/generate", told, timeout):
+        async for answer in link.api.stream("/generate", payload, timeout):
             if length is None and (length := stops.length([*already, *answer["output_ids"]])) is not None:
-                # The stream is read to its end: only the last answer tells which weights sampled each token.
-                await link.api.call("/abort_request", {"rid": told["rid"]})
+                # The stream is read to its end: only the last answer says which weights sampled each token.
+                await link.api.call("/abort_request", {"rid": payload["rid"]})
         if answer is None or not answer["meta_info"]["finish_reason"]:
             raise Gone("the stream ended early")
         return answer, length
@@ -267,17 +267,19 @@ class SglangBackend:
         """An answer that the server gave up: by our pause it is asked for again; for any other reason it is an error."""
         reason = answer["meta_info"]["finish_reason"]
         if self._closed:
-            raise EngineError("the backend was closed")
+            raise EngineError(CLOSED)
         if not self._cut or reason.get("status_code"):
             raise EngineError(f"SGLang aborted a request: {reason.get('message') or 'no reason given'}")
 
     def _abort_later(self, link: Link, rid: str) -> None:
-        async def tell() -> None:
-            with contextlib.suppress(Gone, EngineError):  # a server that is gone samples nothing
+        async def send() -> None:
+            # A server that is gone samples nothing.
+            with contextlib.suppress(Gone, EngineError):
                 await link.api.call("/abort_request", {"rid": rid})
 
-        if not self._closed or link.server is None:  # a server of ours ends with the backend
-            task = asyncio.ensure_future(tell())
+        # A server of ours ends with the backend.
+        if not self._closed or link.server is None:
+            task = asyncio.ensure_future(send())
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
 
@@ -293,16 +295,16 @@ class SglangBackend:
                 return link
         raise EngineError("SGLang broke off a pause again and again. Fix: see its log")
 
-    async def _memory(self, *paths: str) -> None:
+    async def _memory(self, *paths: str, **body: Any) -> None:
         """Calls about the device memory, with `enable_memory_saver`; a server that is not up, or turns out to be dead, has none to give or take."""
         link = self._links.current
         if not self._config.enable_memory_saver or link is None or link.lost:
             return
         try:
             for path in paths:
-                await link.api.call(path, {})
+                await link.api.call(path, body)
         except Gone as error:
-            await self._links.lost(link, error, "the wake-up")
+            await self._links.lost(link, error, WAKE)
             if not link.lost:
                 raise EngineError(f"SGLang broke off {path} and lives on: {error}. Fix: see its log") from error
 
@@ -323,6 +325,7 @@ class SglangBackend:
                     raise EngineError(f"weight update: SGLang would ignore {name!r} in a file. Fix: shared_memory or process_group, which rename it")
             names.complete()
             if kept is not None:
+                # Kept before they are loaded: where loading them kills the server, the next one starts from this copy.
                 kept.add_folder(folder)
                 kept.commit(offer.version)
             try:
@@ -357,15 +360,7 @@ class SglangBackend:
 
     async def _replaced(self, link: Link, cause: Gone) -> Link:
         """The server that took the place of `link`, with the weights that were kept last, paused."""
-        await self._links.lost(link, cause, "the weight update")
+        await self._links.lost(link, cause, UPDATE)
         if not link.lost:
             raise EngineError(f"SGLang broke off a weight update and lives on: {cause}. Fix: see its log") from cause
         return await self._paused()
-
-
-def _vocabulary(folder: Path) -> int:
-    try:
-        facts = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        return int(facts.get("vocab_size") or facts["text_config"]["vocab_size"])
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder} is no language model's folder (config.json without vocab_size). Fix: name another pretrain") from error

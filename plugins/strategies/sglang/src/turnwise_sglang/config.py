@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+from turnwise.contracts.inference import BackendCapabilities
+from turnwise.data.numbers import BYTES
+
 DEFAULT_FRACTION = 0.85
 """SGLang chooses mem_fraction_static by the device where it is not given; this is near what it chooses."""
 RUNTIME_BYTES = 2_000_000_000
@@ -60,6 +62,19 @@ class SglangConfig:
     enable_deterministic_inference: bool = True
     enable_memory_saver: bool = False
     engine_args: Mapping[str, Any] = field(factory=dict)
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        """Adapters may come alone; the server sleeps where it was started so; the arithmetic below."""
+        fix = "Fix: strategy_config: {enable_memory_saver: true}, or devices of its own"
+        return BackendCapabilities(
+            adapters=True,
+            cannot_sleep="" if self.enable_memory_saver else f"SGLang keeps its memory while it sleeps. {fix}",
+            attached=self.base_url is not None,
+            devices_per_engine=self.devices_per_engine,
+            data_parallel_size=self.data_parallel_size,
+            memory=self.memory,
+        )
 
     @property
     def devices_per_engine(self) -> int:

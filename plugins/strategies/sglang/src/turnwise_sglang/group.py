@@ -1,4 +1,4 @@
-"""The way of new weights from the trainer straight into a server's processes: they join a process group, and are told what is broadcast in it."""
+"""The way of new weights from the trainer straight into a server's processes: they join a process group, and each broadcast is announced to them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 
 from turnwise.contracts.train import Offer
 from turnwise.errors import EngineError
-from turnwise_sglang.api import Gone
+from turnwise_serving.http import Gone
 from turnwise_sglang.link import Link
 from turnwise_sglang.weights import Names
 from turnwise_torch.broadcast import Call
@@ -24,8 +24,10 @@ async def from_group(link: Link, offer: Offer, names: Names, timeout: float) -> 
         # Only now: a version of a half-written model would be a lie.
         await link.api.post("/update_weight_version", {"new_version": str(offer.version), "abort_all_requests": False}, timeout)
     except EngineError:
-        await asyncio.to_thread(call.close)  # first: the trainer leaves the group, and a server that waits in it goes on
-        with contextlib.suppress(EngineError, Gone):  # the first error is the one to tell
+        # First: the trainer leaves the group, and a server that waits in it goes on.
+        await asyncio.to_thread(call.close)
+        # The first error is the one to report.
+        with contextlib.suppress(EngineError, Gone):
             await link.api.post("/end_weight_update", {})
         await _left(link)
         raise
@@ -44,9 +46,9 @@ async def _joined(link: Link, call: Call, timeout: float) -> None:
 
 
 async def _received(link: Link, call: Call, names: Names, timeout: float) -> None:
-    while (told := await asyncio.to_thread(call.tensors)) is not None:
-        own = [names.check(name, shape) for name, _, shape in told]
-        body = {"names": own, "dtypes": [dtype for _, dtype, _ in told], "shapes": [list(shape) for _, _, shape in told]}
+    while (tensors := await asyncio.to_thread(call.tensors)) is not None:
+        own = [names.check(name, shape) for name, _, shape in tensors]
+        body = {"names": own, "dtypes": [dtype for _, dtype, _ in tensors], "shapes": [list(shape) for _, _, shape in tensors]}
         await link.api.post("/update_weights_from_distributed", {**body, "group_name": link.group, "flush_cache": False}, timeout)
         await asyncio.to_thread(call.answer)
     names.complete()
@@ -56,5 +58,6 @@ async def _left(link: Link) -> None:
     """Let the server leave a group that is of no use any more."""
     name, link.group = link.group, ""
     if name:
-        with contextlib.suppress(EngineError, Gone):  # it may have left already; a server that is gone is found out by the next call
+        # It may have left already; a server that is gone is found out by the next call.
+        with contextlib.suppress(EngineError, Gone):
             await link.api.post("/destroy_weights_update_group", {"group_name": name})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import functools
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,27 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from turnwise.contracts.inference import InferenceContext
-from turnwise.errors import EngineError
+from turnwise.errors import EnvironmentFailure, Problem
+from turnwise_serving.models import sees
 from turnwise_sglang.config import SglangConfig
 
 if TYPE_CHECKING:
     from turnwise_torch.vision import Vision
 
 
-def sees(folder: Path | None) -> bool:
-    """Whether the model in `folder` has a vision tower; False for a folder that is not prepared yet (none, or the empty path)."""
-    try:
-        return folder not in (None, Path()) and "vision_config" in json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-
-
-def problems(config: SglangConfig, context: InferenceContext) -> list[str]:
+def problems(config: SglangConfig, context: InferenceContext) -> list[Problem]:
     """What keeps the server from a model that takes images: of a server of ours the cache of their features is off."""
     if config.base_url is None or not sees(context.model):
         return []
-    where = "$.actor_infer.strategy_args.strategy_config.base_url"
-    return [f"{where}: an attached SGLang server may keep features of images from old weights. Fix: python in place of base_url"]
+    where = "actor_infer.strategy_args.strategy_config.base_url"
+    return [Problem(where, "an attached SGLang server may keep features of images from old weights. Fix: python in place of base_url")]
 
 
 class Images:
@@ -48,12 +40,14 @@ class Images:
 
         return Vision(self._folder)
 
-    def told(self, ids: np.ndarray, images: Sequence[np.ndarray]) -> dict[str, Any]:
+    def fields(self, ids: np.ndarray, images: Sequence[np.ndarray]) -> dict[str, Any]:
         """`input_ids` and `image_data` for ids [n] and images uint8 [H, W, 3]. Raises EngineError: they do not belong together, or the model's
-        images are not understood."""
+        images are not understood; EnvironmentFailure: the model itself wrote an image's token."""
         mask = self._vision.in_prompt(ids, images)
         if (ids[~mask] == self._vision.token).any():
-            raise EngineError("the prompt holds an image token that the model sampled, which SGLang would take for an image. Fix: hf or vllm")
+            # One odd response ends its episode, not the run.
+            raise EnvironmentFailure("the prompt holds an image token that the model sampled, which SGLang would take for an image. Fix: hf or vllm")
+        # The first token of each image stays: SGLang replaces it by as many as the image has.
         inside = mask & np.concatenate([[False], mask[:-1]])
         return {"input_ids": ids[~inside].tolist(), "image_data": [_png(image) for image in images]}
 

@@ -8,7 +8,7 @@ import json
 import pickle
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -16,16 +16,14 @@ from torch import Tensor
 
 from turnwise.contracts.inference import InferenceContext
 from turnwise.contracts.train import Offer
-from turnwise.errors import EngineError
-from turnwise_sglang.api import Gone
+from turnwise.errors import EngineError, Problem
+from turnwise_serving.http import Gone
+from turnwise_serving.models import sees
 from turnwise_sglang.config import SglangConfig
-from turnwise_sglang.images import sees
+from turnwise_sglang.link import Link
 from turnwise_torch.adapters import adapter_buckets
 from turnwise_torch.broadcast import Member
 from turnwise_torch.stream import Bucket
-
-if TYPE_CHECKING:
-    from turnwise_sglang.link import Link
 
 
 @frozen(eq=False)
@@ -37,18 +35,24 @@ class Adapter:
     tensors: dict[str, Tensor]
 
 
-def problems(config: SglangConfig, context: InferenceContext) -> list[str]:
+def problems(config: SglangConfig, context: InferenceContext) -> list[Problem]:
     """What keeps a server of this configuration from taking adapters alone."""
-    where, fix = "$.actor_infer.strategy_args.strategy_config", "or actor_train.model_args.lora_sync: merged"
+    where, fix = "actor_infer.strategy_args.strategy_config", "or actor_train.model_args.lora_sync: merged"
     if context.lora is None:
         return []
-    found = []
+    found = list[Problem]()
     if config.load_format == "dummy":
-        found.append(f"{where}.load_format: dummy, while adapters alone arrive: the model's weights would stay random. Fix: load_format: auto, {fix}")
+        found.append(
+            Problem(
+                f"{where}.load_format", f"dummy, while adapters alone arrive: the model's weights would stay random. Fix: load_format: auto, {fix}"
+            )
+        )
     if sees(context.model):
-        found.append(f"$.actor_infer: adapters alone for a model that takes images are not supported by sglang. Fix: {fix.removeprefix('or ')}")
+        found.append(
+            Problem("actor_infer", f"adapters alone for a model that takes images are not supported by sglang. Fix: {fix.removeprefix('or ')}")
+        )
     if config.dp_size > 1:
-        found.append(f"{where}.dp_size: SGLang loads adapters into one copy of the model only. Fix: dp_size: 1, {fix}")
+        found.append(Problem(f"{where}.dp_size", f"SGLang loads adapters into one copy of the model only. Fix: dp_size: 1, {fix}"))
     return found
 
 
@@ -87,8 +91,8 @@ async def load(link: Link, adapter: Adapter, timeout: float) -> None:
     # A name of its own: an attached server may hold this version from another run.
     name = f"turnwise-{adapter.version}-{uuid.uuid4().hex[:8]}"
     payload = base64.b64encode(pickle.dumps(adapter.tensors)).decode()
-    told = {"lora_name": name, "config_dict": dict(adapter.config), "serialized_named_tensors": [payload] * link.ranks}
-    await link.api.post("/load_lora_adapter_from_tensors", json.dumps(told).encode(), timeout)
+    body = {"lora_name": name, "config_dict": dict(adapter.config), "serialized_named_tensors": [payload] * link.ranks}
+    await link.api.post("/load_lora_adapter_from_tensors", json.dumps(body).encode(), timeout)
     previous, link.adapter = link.adapter, name
     if previous:
         await link.api.post("/unload_lora_adapter", {"lora_name": previous}, timeout)
@@ -100,5 +104,6 @@ async def unload(link: Link) -> None:
     """Take our adapter out of a server that lives on, if it has one."""
     name, link.adapter = link.adapter, ""
     if name:
-        with contextlib.suppress(EngineError, Gone):  # it may be gone
+        # It may be gone.
+        with contextlib.suppress(EngineError, Gone):
             await link.api.post("/unload_lora_adapter", {"lora_name": name})

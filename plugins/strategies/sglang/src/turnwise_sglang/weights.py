@@ -21,8 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from turnwise.contracts.train import Offer
-from turnwise.errors import EngineError
-from turnwise_sglang.api import Api, Gone
+from turnwise.errors import EngineError, Problem
+from turnwise_serving.http import Gone
+from turnwise_sglang.api import Api
 from turnwise_torch.stream import receive
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -36,7 +37,7 @@ OWN_HEAD = ("qwen2_moe", "qwen3_moe")
 """Model types whose output head SGLang never ties to the embedding."""
 
 
-def problems(folder: Path) -> list[str]:
+def problems(folder: Path) -> list[Problem]:
     """What keeps the server from the weights of the model in `folder`, a folder that may be unprepared yet."""
     try:
         facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -45,8 +46,11 @@ def problems(folder: Path) -> list[str]:
     if facts.get("model_type") not in OWN_HEAD or not facts.get("tie_word_embeddings", False):
         return []
     return [
-        f"$.pretrain: SGLang's {facts['model_type']} does not tie its output head to the embedding, and would leave it empty: every token alike. "
-        "Fix: a model with tie_word_embeddings: false, or another engine"
+        Problem(
+            "pretrain",
+            f"SGLang's {facts['model_type']} does not tie its output head to the embedding, and would leave it empty: every token alike. "
+            "Fix: a model with tie_word_embeddings: false, or another engine",
+        )
     ]
 
 
@@ -56,6 +60,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(str(path), framework="pt") as file:
+                # A slice reads the file's header alone, not the tensor.
                 found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
         except (OSError, SafetensorError) as error:
             raise EngineError(f"cannot read the weights in {path}: {error}") from error
@@ -71,6 +76,7 @@ class Names:
 
     def check(self, name: str, shape: tuple[int, ...]) -> str:
         """The name that the folder has for `name`. Raises EngineError for a name or a shape that the model does not have."""
+        # A folder without safetensors files names nothing to compare with.
         if not self._known:
             return name
         for now, then in EARLIER.items():
@@ -94,7 +100,8 @@ class Kept:
 
     def __init__(self) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="turnwise-sglang-weights-"))
-        self._delete = weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)  # at exit too
+        # Deleted when the interpreter ends, too.
+        self._delete = weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
         self._next: Path | None = None
         self.folder: Path | None = None
         self.version = 0
@@ -160,18 +167,22 @@ async def from_stream(api: Api, offer: Offer, names: Names, dtype: torch.dtype, 
         alive = await _survives(api.post("/begin_weight_update", {}, timeout), kept)
         while (bucket := await asyncio.to_thread(_next, buckets, dtype, names)) is not None:
             if kept is not None:
+                # Even when the server has died of an earlier bucket: its successor starts from this copy.
                 await asyncio.to_thread(kept.add, bucket)
             if alive:
                 payload = await asyncio.to_thread(_encoded, bucket, ranks)
                 alive = await _survives(api.post("/update_weights_from_tensor", payload, timeout), kept)
+        # Before the session ends: an update that lacks a tensor must not get a version.
         names.complete()
         if alive:
             alive = await _survives(api.post("/end_weight_update", {}, timeout), kept)
-        if alive:  # only now: a version of a half-written model would be a lie
-            told = {"new_version": str(offer.version), "abort_all_requests": False}
-            alive = await _survives(api.post("/update_weight_version", told, timeout), kept)
+        # Only now: a version of a half-written model would be a lie.
+        if alive:
+            body = {"new_version": str(offer.version), "abort_all_requests": False}
+            alive = await _survives(api.post("/update_weight_version", body, timeout), kept)
     except EngineError:
-        with contextlib.suppress(EngineError, Gone):  # the first error is the one to tell
+        # The first error is the one to report.
+        with contextlib.suppress(EngineError, Gone):
             await api.post("/end_weight_update", {})
         raise
     finally:
@@ -202,5 +213,5 @@ def _next(buckets: Iterator[list[tuple[str, Tensor]]], dtype: torch.dtype, names
 def _encoded(bucket: list[tuple[str, Tensor]], ranks: int) -> bytes:
     """The JSON of /update_weights_from_tensor. Tensors are pickled by value: handles to shared memory work only between relatives."""
     payload = base64.b64encode(pickle.dumps(bucket)).decode()
-    told: dict[str, Any] = {"serialized_named_tensors": [payload] * ranks, "flush_cache": False}
-    return json.dumps(told).encode()
+    body: dict[str, Any] = {"serialized_named_tensors": [payload] * ranks, "flush_cache": False}
+    return json.dumps(body).encode()

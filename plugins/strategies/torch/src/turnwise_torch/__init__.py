@@ -12,7 +12,7 @@ def train_strategies() -> list[Implementation]:
             "turnwise_torch.strategy:TorchStrategy",
             config="turnwise_torch.config:TorchConfig",
             requires=("torch", "transformers"),
-            aliases=("hf_train", "hf_infer"),
+            aliases=("hf_train", "hf_infer", "fsdp2_train", "fsdp2_infer"),
             summary="AdamW with fp32 master weights on a transformers model: one device, or several by FSDP2; LoRA",
             fixtures="turnwise_torch.fixtures:strategy_fixture",
         )

@@ -1,7 +1,7 @@
 """Weights from a trainer straight to samplers' processes: broadcasts in a torch.distributed group of their own, gloo on CPUs and NCCL on GPUs.
 
-The sender listens on a TCP port. Every receiver connects, tells how many processes it stands for and which group they are in already, and is
-told the group of this update. For each bucket the sender writes names, dtypes and shapes as one line of JSON, then broadcasts its tensors one by
+The sender listens on a TCP port. Every receiver connects, says how many processes it stands for and which group they are in already, and is
+given the group of this update. For each bucket the sender writes names, dtypes and shapes as one line of JSON, then broadcasts its tensors one by
 one, and goes on when all receivers have answered. The group is kept from update to update; where other processes come, or an update failed, a new
 one is made. The default process group of neither side is touched.
 """
@@ -29,6 +29,7 @@ from turnwise_torch.stream import Bucket, Lines
 T = TypeVar("T")
 _GREETING = 10.0
 """Seconds in which whoever connects has to say who it is; another may wait behind it."""
+# Seconds between two looks at whether a partner hung up while a collective waits.
 _LOOK = 0.05
 
 
@@ -54,21 +55,25 @@ class Hub:
         return Broadcast(self, receivers)
 
     def assign(self, greetings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """What to tell each receiver: the group that all of them are in, else a new one with this process as rank 0."""
+        """The answer to each receiver: the group that all of them are in, else a new one with this process as rank 0."""
         size = 1 + sum(greeting["ranks"] for greeting in greetings)
+        # A receiver that was started anew holds no group, and a group's size is fixed: one stranger needs a new one.
         kept = self._group is not None and self._size == size and all(greeting["holds"] == self._name for greeting in greetings)
         if not kept:
             self.drop()
+            # NCCL needs a GPU at every end; a sampler on CPUs beside a trainer on a GPU still meets it over gloo.
             nccl = self.device.type == "cuda" and all(greeting["device"] == "cuda" for greeting in greetings)
+            # The store outlives a group, and the keys of an aborted one stay in it: every group has a name of its own.
             self._name, self._size, self._backend = f"turnwise-{secrets.token_hex(8)}", size, "nccl" if nccl else "gloo"
-        told, rank = [], 1
+        assigned, rank = [], 1
         for greeting in greetings:
-            told.append({**self._facts(rank), "new": self._group is None})
+            assigned.append({**self._facts(rank), "new": self._group is None})
             rank += greeting["ranks"]
-        return told
+        return assigned
 
     def _facts(self, rank: int) -> dict[str, Any]:
         if self._store is None:
+            # Bound here and handed over: by itself the store would listen on every interface, not on this host's alone.
             listener = _listener(self.host)
             self._port = listener.getsockname()[1]
             self._store = dist.TCPStore(
@@ -89,6 +94,7 @@ class Hub:
 
     def broadcast(self, tensors: Sequence[Tensor], lines: Sequence[Lines]) -> None:
         """Send tensors to all."""
+        # Broadcasts want contiguous memory, and gloo wants it on the CPU.
         device = self.device if self._backend == "nccl" else torch.device("cpu")
         _broadcast(self._group, [tensor.detach().to(device).contiguous() for tensor in tensors], device, lines, self.timeout)
 
@@ -116,12 +122,12 @@ class Broadcast:
         """Send all buckets to all receivers, then close. Raises TrainerError: one did not come, join, answer or go on reading in time."""
         lines: list[Lines] = []
         try:
-            with self._told(lines):
+            with self._as_trainer_error(lines):
                 self._meet(lines)
             for bucket in buckets:
-                with self._told(lines):
+                with self._as_trainer_error(lines):
                     self._pass(bucket, lines)
-            with self._told(lines):
+            with self._as_trainer_error(lines):
                 _write(lines, {"tensors": None})
         except BaseException:
             self._hub.drop()  # whoever still waits in it learns of the end
@@ -139,6 +145,7 @@ class Broadcast:
         greetings: list[Mapping[str, Any]] = []
         deadline = time.monotonic() + self._hub.timeout
         while len(lines) < self._receivers:
+            # A timeout of 0 would make the socket non-blocking, and a late receiver a BlockingIOError.
             self._listener.settimeout(max(0.01, deadline - time.monotonic()))
             line = Lines(self._listener.accept()[0], _GREETING)
             greeting = _greeting(line, self._token)
@@ -148,22 +155,24 @@ class Broadcast:
             line.patience(self._hub.timeout)
             lines.append(line)
             greetings.append(greeting)
-        for line, told in zip(lines, self._hub.assign(greetings), strict=True):
-            line.write({"group": told})
+        # Ranks can be numbered only now that all have come and it is known how many processes each stands for.
+        for line, group in zip(lines, self._hub.assign(greetings), strict=True):
+            line.write({"group": group})
         self._hub.join(lines)
         for line in lines:
             line.read()
 
     def _pass(self, bucket: Bucket, lines: Sequence[Lines]) -> None:
-        told = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in bucket]
+        # A broadcast carries bytes alone: receivers allocate what they read into from this line.
+        described = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in bucket]
         for line in lines:
-            line.write({"tensors": told})
+            line.write({"tensors": described})
         self._hub.broadcast([tensor for _, tensor in bucket], lines)
         for line in lines:
             line.read()
 
     @contextlib.contextmanager
-    def _told(self, lines: Sequence[Lines]) -> Iterator[None]:
+    def _as_trainer_error(self, lines: Sequence[Lines]) -> Iterator[None]:
         try:
             yield
         except (OSError, EOFError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors
@@ -191,7 +200,7 @@ class Call:
         self.address = str(connection.getsockname()[0])
         self.line = Lines(connection, timeout)
         try:
-            with _trainer_told():
+            with _as_engine_error():
                 self.line.write({"token": payload["token"], "ranks": ranks, "holds": holds, "device": device})
                 self.group: Mapping[str, Any] = self.line.read()["group"]
         except BaseException:
@@ -201,17 +210,17 @@ class Call:
 
     def answer(self) -> None:
         """The group is joined, or the last bucket is read."""
-        with _trainer_told():
+        with _as_engine_error():
             self.line.write({})
 
     def tensors(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
         """(name, dtype, shape) of what is broadcast next; None: that was all, and it was answered."""
-        with _trainer_told():
-            told = self.line.read()["tensors"]
-            if told is None:
+        with _as_engine_error():
+            described = self.line.read()["tensors"]
+            if described is None:
                 self.line.write({})
                 return None
-        return [(name, dtype, tuple(shape)) for name, dtype, shape in told]
+        return [(name, dtype, tuple(shape)) for name, dtype, shape in described]
 
     def close(self) -> None:
         """Hang up; a trainer in the midst of sending gives up."""
@@ -236,15 +245,15 @@ class Member:
         try:
             facts, lines = call.group, [call.line]
             device = self._device if facts["backend"] == "nccl" else torch.device("cpu")
-            with _trainer_told():
+            with _as_engine_error():
                 if call.new:
                     self.leave()
                     self._group = _watched(lambda: _group(facts, _meeting(facts, timeout), call.address, timeout), lines, timeout)
                     self._name = facts["name"]
             call.answer()
-            while (told := call.tensors()) is not None:
-                bucket = [(name, torch.empty(shape, dtype=getattr(torch, dtype), device=device)) for name, dtype, shape in told]
-                with _trainer_told():
+            while (described := call.tensors()) is not None:
+                bucket = [(name, torch.empty(shape, dtype=getattr(torch, dtype), device=device)) for name, dtype, shape in described]
+                with _as_engine_error():
                     _broadcast(self._group, [tensor for _, tensor in bucket], device, lines, timeout)
                 yield bucket
                 call.answer()
@@ -261,7 +270,7 @@ class Member:
 
 
 @contextlib.contextmanager
-def _trainer_told() -> Iterator[None]:
+def _as_engine_error() -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, RuntimeError) as error:
@@ -271,15 +280,16 @@ def _trainer_told() -> Iterator[None]:
 def _greeting(line: Lines, token: str) -> Mapping[str, Any] | None:
     """What a receiver says first; None for whoever does not know the token."""
     try:
-        told = line.read()
+        greeting = line.read()
     except (OSError, EOFError, ValueError):
         return None
-    known = isinstance(told, dict) and secrets.compare_digest(str(told.get("token")).encode(), token.encode())
-    return told if known else None
+    # In constant time, for whoever reaches the port may guess.
+    known = isinstance(greeting, dict) and secrets.compare_digest(str(greeting.get("token")).encode(), token.encode())
+    return greeting if known else None
 
 
 def _write(lines: Sequence[Lines], message: Mapping[str, Any]) -> None:
-    """Tell all, and hear all."""
+    """Write to all, then read every answer."""
     for line in lines:
         line.write(message)
     for line in lines:
@@ -303,6 +313,7 @@ def _group(facts: Mapping[str, Any], store: Any, address: str, timeout: float) -
     if facts["backend"] == "gloo":
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        # Private in torch, and the only way to bind gloo to the address by which the partners know this process.
         options._timeout = timedelta(seconds=timeout)
         return dist.ProcessGroupGloo(place, facts["rank"], facts["size"], options)
     options = dist.ProcessGroupNCCL.Options()
@@ -316,6 +327,7 @@ def _broadcast(group: Any, tensors: Sequence[Tensor], device: torch.device, line
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
+    # Device and stream are a thread's own: what was computed here has to be complete before another thread sends.
     def work() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)

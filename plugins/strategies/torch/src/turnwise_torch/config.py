@@ -7,7 +7,8 @@ from typing import Any
 
 from attrs import Attribute, field, frozen
 
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+from turnwise.contracts.train import StrategyCapabilities
+from turnwise.data.numbers import BYTES
 
 
 def _floats(values: Iterable[float]) -> tuple[float, ...]:
@@ -17,6 +18,11 @@ def _floats(values: Iterable[float]) -> tuple[float, ...]:
 def _two_betas(instance: Any, attribute: Attribute[Any], value: tuple[float, ...]) -> None:
     if len(value) != 2 or not all(0 <= beta < 1 for beta in value):
         raise ValueError(f"betas must be two numbers in [0, 1), got {list(value)}")
+
+
+def adam_betas() -> Any:
+    """The option `betas` of AdamW, in every strategy that has it."""
+    return field(default=(0.9, 0.999), converter=_floats, validator=_two_betas)
 
 
 def _positive(instance: Any, attribute: Attribute[Any], value: float) -> None:
@@ -45,10 +51,15 @@ class TorchConfig:
     """AdamW's `betas` and `eps`; `logits_chunk`: tokens whose logits exist at a time (0: as many as hold 2²⁶ logits); `fsdp`: of several
     devices."""
 
-    betas: tuple[float, ...] = field(default=(0.9, 0.999), converter=_floats, validator=_two_betas)
+    betas: tuple[float, ...] = adam_betas()
     eps: float = field(default=1e-8, validator=_positive)
     logits_chunk: int = field(default=0, validator=_not_negative)
     fsdp: FsdpConfig = field(factory=FsdpConfig)
+
+    @property
+    def capabilities(self) -> StrategyCapabilities:
+        """Adapters leave alone, and the arithmetic below."""
+        return StrategyCapabilities(adapters=True, data_parallel_size=self.data_parallel_size, memory=self.memory)
 
     def data_parallel_size(self, world: int) -> int:
         """Every device sees rows of its own."""

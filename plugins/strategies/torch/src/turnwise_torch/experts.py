@@ -44,6 +44,7 @@ class CheckpointForm:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._rules = model, _rules(model)
+        # Names and shapes are all that is asked for: on the meta device the conversion costs no memory.
         own = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         stored = _reverted(model, self._rules, own) if self._rules else own
         self._renamings = [rule for rule in self._rules if isinstance(rule, WeightRenaming)]
@@ -88,6 +89,7 @@ class CheckpointForm:
         if pattern is None:
             yield target, tensors[names[0]]
             return
+        # A rule collects the tensors that it is given: every use takes a fresh one.
         rule: Any = deepcopy(next(rule for rule in self._converters if pattern in rule.source_patterns))
         for name in names:
             rule.add_tensor(target, name, self._place[name][1], tensors[name])

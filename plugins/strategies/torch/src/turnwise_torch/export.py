@@ -37,6 +37,7 @@ def write_model(
     whole: Any = model.backbone if isinstance(model, models.ValueModel) else model
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # First, so that the configuration of the model as it is now replaces the folder's own config.json.
         copy_all_but_weights(source, folder)
         whole.config.save_pretrained(folder)
         tied = models.tied_names(whole)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Q
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from turnwise.contracts.train import LossChoice, Objective, TrainContext
+from turnwise.data.trajectory import float32
 from turnwise_torch.config import TorchConfig
 from turnwise_torch.models import load_causal_lm, quiet
 
@@ -32,6 +34,7 @@ def tiny_model(folder: Path, seed: int = 0, vocab_size: int = 50, tied: bool = T
         bos_token_id=None,
         eos_token_id=None,
     )
+    # Without the generators of GPUs: forking those would start CUDA in a process that only writes a folder.
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(seed)
         Qwen2ForCausalLM(config).save_pretrained(folder)
@@ -88,3 +91,13 @@ def strategy_fixture() -> dict[str, Any]:
         infer_batch_size=2,
     )
     return {"config": TorchConfig(), "context": context, "reference_logprobs": reference_logprobs, "vocab_size": 50}
+
+
+def log_probs(model: Any, ids: Sequence[int] | np.ndarray, temperature: float) -> np.ndarray:
+    """float32 [n] for ids [n]: the log-prob of each id given those before it (0 for the first), by one plain forward pass, of
+    log_softmax(logits / temperature)."""
+    tokens = torch.tensor(np.asarray(ids), dtype=torch.int64)
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+    chosen = torch.log_softmax(logits / (temperature or 1.0), dim=-1).gather(1, tokens[1:, None])[:, 0]
+    return float32(np.concatenate([[0.0], chosen.numpy()]))

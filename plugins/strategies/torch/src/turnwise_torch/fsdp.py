@@ -47,6 +47,7 @@ class ShardedModel:
         """`load(dtype)`: the whole model on the CPU; called on rank 0 alone. Raises what it raises, on all ranks."""
         self.config, self.device, self.ranks = config, device, context.ranks
         self._offload = config.cpu_offload
+        # Masters start from what the folder holds: loaded in bf16 they would be rounded before they are fp32.
         own = context.trainable and context.lora is None
         loaded = _load_on_first(lambda: load("fp32" if own and context.dtype == "bf16" else context.dtype), context)
         self.model = _skeleton(loaded, context)
@@ -67,6 +68,7 @@ class ShardedModel:
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradient of `loss`; with the `last` of an update the ranks' are summed: FSDP averages, hence the factor."""
+        # Until the last one gradients are added up on each rank: one exchange an update, not one a micro-batch.
         self.root.set_requires_gradient_sync(last or self.config.reduce_every_microbatch)  # type: ignore[operator]
         (loss * self.ranks.size).backward()
 
@@ -90,16 +92,21 @@ class ShardedModel:
             wide = torch.promote_types(compute, torch.float32) if trainable and parameter.requires_grad else compute
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(wide)
+        for module in self.model.modules():  # it was loaded wider, to be dealt out; an export is in the compute dtype and says so
+            if hasattr(module, "config"):
+                module.config.dtype = compute
 
     def _shard(self, context: TrainContext) -> Root:
         options: dict[str, Any] = {"mesh": init_device_mesh(self.device.type, (self.ranks.size,))}
         if context.trainable and context.dtype == "bf16":
+            # Summed over the ranks in fp32 as well, like everything behind the backward pass (see MasterAdamW).
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if self._offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
             raise TrainerError(f"{type(self.model).__name__} has no decoder layers to shard. Fix: one device for {context.role}")
+        # Inner modules first: the root then takes the parameters that no layer has taken.
         for layer in layers:
             fully_shard(layer, **options, reshard_after_forward=self.config.reshard_after_forward)
         root = Root(self.model)
@@ -130,21 +137,23 @@ class ShardedModel:
 
 def _load_on_first(load: Callable[[], nn.Module], context: TrainContext) -> nn.Module | None:
     """The model on rank 0, with what is trained chosen; its failure on every rank."""
-    loaded, told = None, [None]
+    loaded, failure = None, [None]
     if context.ranks.rank == 0:
         try:
             loaded = load()
             lora.choose_trained(loaded, context)
         except TurnwiseError as error:
-            told = [error]  # type: ignore[list-item]
-    dist.broadcast_object_list(told, 0)
-    if told[0] is not None:
-        raise told[0]
+            failure = [error]  # type: ignore[list-item]
+    # Ranks that wait for a model that will never come would hang until the group's timeout, without a reason.
+    dist.broadcast_object_list(failure, 0)
+    if failure[0] is not None:
+        raise failure[0]
     return loaded
 
 
 def _skeleton(loaded: nn.Module | None, context: TrainContext) -> nn.Module:
     """The same model without values: parameters on the meta device, buffers on the CPU."""
+    # Rank 0 alone has read the folder: the others build the model from the class and configuration that it sends.
     described: list[Any] = [None]
     if loaded is not None:
         backbone: Any = loaded.backbone if isinstance(loaded, models.ValueModel) else loaded

@@ -34,14 +34,14 @@ _FIXES: dict[Use, str] = {
 
 @frozen
 class Savings:
-    """What a strategy has to save memory with, as told to users; `{role}` stands for the role's name."""
+    """What a strategy has to save memory with, as users read it; `{role}` stands for the role's name."""
 
     recompute: str
     spread: str
 
 
 @contextmanager
-def out_of_memory_told(phase: str, role: str, use: Use, savings: Savings) -> Iterator[None]:
+def out_of_memory_named(phase: str, role: str, use: Use, savings: Savings) -> Iterator[None]:
     """Raise OutOfMemory, one line, in place of what torch raises when memory does not do."""
     try:
         yield
@@ -52,13 +52,13 @@ def out_of_memory_told(phase: str, role: str, use: Use, savings: Savings) -> Ite
         raise OutOfMemory(f"out of memory, in {phase} of {role}. Fix: {fix}") from error
 
 
-def tells_out_of_memory(phase: str, use: Use) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """`out_of_memory_told` around a strategy's method."""
+def names_out_of_memory(phase: str, use: Use) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+    """`out_of_memory_named` around a strategy's method."""
 
     def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
         @functools.wraps(method)
         def guarded(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-            with out_of_memory_told(phase, self.context.role, use, self.savings):
+            with out_of_memory_named(phase, self.context.role, use, self.savings):
                 return method(self, *args, **kwargs)
 
         return guarded

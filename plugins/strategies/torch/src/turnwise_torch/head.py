@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from turnwise_torch.microbatch import MicroBatch
 from turnwise_torch.models import ValueModel, hidden_states
 
+# 256 MiB in float32.
 LOGITS_AT_A_TIME = 2**26
 
 
@@ -48,6 +49,7 @@ def chunked_log_probs(
         return -linear_cross_entropy(hidden, head.weight, targets, reduction="none", filter_eps=None).float(), None
     size = chunk or max(1, LOGITS_AT_A_TIME // int(head.out_features))  # type: ignore[arg-type]
     options = (temperature, entropy, entropy_gradient)
+    # One chunk's logits fit, and need not be computed twice.
     if len(targets) <= size or not torch.is_grad_enabled():
         parts = [_log_probs(h, head, t, *options) for h, t in zip(hidden.split(size), targets.split(size))]
     else:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from turnwise.contracts.train import Lora, TrainContext
-from turnwise.errors import ConfigError, did_you_mean, listed
+from turnwise.errors import ConfigError, Problem, did_you_mean, listed
 from turnwise_torch.models import ValueModel, first_line
 
 ADAPTER = "default"
@@ -28,11 +28,11 @@ Gather = Callable[[Tensor], Tensor]
 """From a parameter, of which ranks may hold parts, to the whole tensor; called by all ranks, in the same order."""
 
 
-def problems(context: TrainContext) -> list[str]:
+def problems(context: TrainContext) -> list[Problem]:
     """What a strategy's `check` says of adapters: their package is asked for without importing it."""
     if context.lora is None or not context.trainable or importlib.util.find_spec("peft") is not None:
         return []
-    return [f"machine: {context.role}.model_args.lora_rank needs the package peft. Fix: pip install 'turnwise-torch[lora]'"]
+    return [Problem(f"{context.role}.model_args.lora_rank", "needs the package peft. Fix: pip install 'turnwise-torch[lora]'", machine=True)]
 
 
 def choose_trained(model: nn.Module, context: TrainContext) -> None:
@@ -57,6 +57,7 @@ def choose_trained(model: nn.Module, context: TrainContext) -> None:
 
 def beginnings(model: nn.Module, name: str) -> tuple[str, ...]:
     """The names by which a prefix may call a parameter: its own; of one in the backbone also those with and without `model.` before it."""
+    # PEFT puts an adapted layer's own weight below base_layer; users name it as their checkpoint does.
     name = name.replace(".base_layer.", ".")
     inside = f"{model.backbone.base_model_prefix}." if isinstance(model, ValueModel) else f"{model.base_model_prefix}."
     own = "backbone." if isinstance(model, ValueModel) else inside
@@ -83,6 +84,7 @@ def initial_values(model: nn.Module, seed: int) -> dict[str, Tensor]:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """The model without its adapters meanwhile; which parameters train is left alone, as sharding engines need."""
+    # PEFT's own switch (enable_adapters) sets requires_grad as well.
     layers = [layer for _, layer in _adapted(model)]
     for layer in layers:
         layer._disable_adapters = True
@@ -99,6 +101,7 @@ def whole_tensors(model: nn.Module, gather: Gather, dtype: torch.dtype) -> Itera
     One tensor at a time, new ones: the trained parameters stay as they are. Floating parameters leave in `dtype`, buffers as they are.
     """
     layers = dict(_adapted(model))
+    # Without keep_vars everything comes detached, and a parameter looks like a buffer.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if _is_adapter(name):
             continue
@@ -152,6 +155,7 @@ def _add_adapters(model: nn.Module, lora: Lora, role: str) -> None:
     place = f"{role}.model_args.lora_target"
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=_targets(lora), task_type=task)
     try:
+        # In place: a PeftModel around the backbone would be another class, with base_model.model before every name.
         inject_adapter_in_model(config, backbone, ADAPTER)
     except ValueError as error:
         linear = {name.rpartition(".")[2] for name, module in backbone.named_modules() if isinstance(module, nn.Linear)}
@@ -199,6 +203,7 @@ def _delta(layer: Any, gather: Gather) -> Tensor:
     a, b = (gather(part[ADAPTER].weight).detach() for part in (layer.lora_A, layer.lora_B))
     wide = torch.promote_types(a.dtype, torch.float32)
     delta = b.to(wide) @ a.to(wide) * layer.scaling[ADAPTER]
+    # Layers such as GPT-2's Conv1D hold their weight transposed.
     return delta.T if layer.fan_in_fan_out else delta
 
 

@@ -107,6 +107,7 @@ class Layout:
         targets = self.rows.input_ids[np.repeat(self.rows.offsets[samples], count) + position].astype(np.int64)
         return MicroBatch(
             input_ids=torch.from_numpy(ids.reshape(len(rows), width)).to(device),
+            # The hidden state at one position predicts the token at the next.
             predictors=torch.from_numpy(np.repeat(at, count) + position - 1).to(device),
             targets=torch.from_numpy(targets).to(device),
             responses=responses,

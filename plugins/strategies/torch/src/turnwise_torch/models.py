@@ -35,12 +35,14 @@ def torch_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_causal_lm(folder: Path, dtype: str, attn_implementation: str) -> nn.Module:
+def load_causal_lm(folder: Path, dtype: str, attn_implementation: str, trust_remote_code: bool = False) -> nn.Module:
     """The causal language model in `folder`, on the CPU, in evaluation mode, parameters in `dtype` (bf16, fp16, fp32, fp64).
 
-    Raises CheckpointError if the folder is missing, is not a model, or lacks weights of the model.
+    Raises CheckpointError if the folder is missing, is not a model, lacks weights of the model, or needs Python code of its own that is not to
+    run (`trust_remote_code`).
     """
-    return _load(AutoModelForImageTextToText if has_vision(folder) else AutoModelForCausalLM, folder, dtype, attn_implementation)
+    auto = AutoModelForImageTextToText if has_vision(folder) else AutoModelForCausalLM
+    return _load(auto, folder, dtype, attn_implementation, trust_remote_code)
 
 
 class ValueModel(nn.Module):
@@ -56,9 +58,9 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
 
-def load_value_model(folder: Path, dtype: str, attn_implementation: str) -> ValueModel:
+def load_value_model(folder: Path, dtype: str, attn_implementation: str, trust_remote_code: bool = False) -> ValueModel:
     """The backbone in `folder` with a value head: that of an exported critic if the folder has one, else zeros. Errors as `load_causal_lm`."""
-    model = ValueModel(_load(AutoModel, folder, dtype, attn_implementation))
+    model = ValueModel(_load(AutoModel, folder, dtype, attn_implementation, trust_remote_code))
     saved = Path(folder) / VALUE_HEAD_FILE
     if saved.is_file():
         try:
@@ -77,7 +79,7 @@ def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
     """[b, w, hidden]: the last hidden states of a micro-batch's right-padded rows.
 
     No attention mask without packing: under causal attention no real token ever sees padding that stands to its right. With it a mask that
-    is causal within each sample, or, under flash attention, positions that begin again, from which transformers tells the samples apart.
+    is causal within each sample, or, under flash attention, positions that begin again, by which transformers keeps the samples apart.
     """
     backbone, ids, packing = backbone_of(model), batch.input_ids, batch.packing
     pixels, mask = batch.pixels, batch.image_mask
@@ -177,27 +179,37 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
 def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    # Evaluation mode draws no random numbers (no dropout), so there is no random state to bring back.
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
-def _load(auto: Any, folder: Path, dtype: str, attn_implementation: str) -> nn.Module:
+def _load(auto: Any, folder: Path, dtype: str, attn_implementation: str, trust_remote_code: bool) -> nn.Module:
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is not a model folder (it has no config.json). Fix: name a folder in Hugging Face layout as pretrain")
     options = {"dtype": torch_dtype(dtype), "attn_implementation": attn_implementation, "local_files_only": True, "output_loading_info": True}
+    options["trust_remote_code"] = trust_remote_code  # where it is left out, transformers asks on the terminal
     try:
         with quiet():
             model, info = auto.from_pretrained(folder, **options)
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
-        raise CheckpointError(f"cannot load the model in {folder}: {first_line(error)}") from error
+        raise CheckpointError(f"cannot load the model in {folder}: {untrusted(error) or first_line(error)}") from error
+    # transformers fills what is missing with random values and goes on.
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise CheckpointError(
             f"the model in {folder} lacks {len(missing)} weights, the first is {missing[0]!r}. Fix: fetch or export the folder again"
         )
     return model.eval()
+
+
+def untrusted(error: BaseException) -> str:
+    """What transformers' refusal of a folder's own code means for the user; empty for another error."""
+    if "trust_remote_code" not in str(error):
+        return ""
+    return "it needs Python code of its own, which is not run. Fix: trust_remote_code: true, if you trust whoever wrote it"
 
 
 def first_line(error: BaseException) -> str:

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from turnwise.contracts.loss import LossContext, LossView, PolicyLoss
 from turnwise.contracts.train import Objective
+from turnwise.data.numbers import LOG_RATIO_BOUND
 from turnwise.data.rows import Update
 from turnwise.errors import PluginError, TrainerError, did_you_mean, listed
 from turnwise.plugins import registry
-
-LOG_RATIO_BOUND = 20.0
 
 KL: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: d,
     "abs": lambda d: d.abs(),
     "k2": lambda d: d.square() / 2,
+    # expm1 keeps the digits that exp(−d) − 1 loses where the two policies are close.
     "k3": lambda d: torch.expm1(-d) + d,
 }
 """KL estimators as functions of d = log π − log π_ref (Schulman 2020, "Approximating KL divergence")."""
@@ -80,6 +80,7 @@ def column_tensors(columns: Mapping[str, np.ndarray], responses: np.ndarray, lik
     """The columns at `responses` on the device of `like`; floats in its dtype, integers as int64."""
     out = {}
     for name, column in columns.items():
+        # torch has little arithmetic for unsigned integers.
         values = torch.from_numpy(np.ascontiguousarray(column[responses] if column.dtype.kind != "u" else column[responses].astype(np.int64)))
         kind = values.dtype
         wanted = like.dtype if kind.is_floating_point else kind if kind == torch.bool else torch.int64
@@ -92,6 +93,7 @@ def loss_view(log_probs: Tensor, entropy: Tensor | None, columns: Mapping[str, T
     old = columns.get("old_log_probs")
     fresh = log_probs.detach()
     old = fresh if old is None else torch.where(old.isnan(), fresh, old)
+    # Turns are counted within their trajectory: only both numbers together name a segment.
     rows = torch.stack([columns["trajectory"], columns["turn"]])
     segment = torch.unique(rows, dim=1, return_inverse=True)[1] if ratio_type == "segment" else columns["turn"]
     return LossView(
@@ -126,7 +128,7 @@ def policy_objective(
     Micro-batches and ranks add up: nothing here divides.
     """
     view = loss_view(log_probs, entropy, columns, objective.ratio_type)
-    per_token, metrics = _told(loss.loss(view), objective.loss.name, log_probs)
+    per_token, metrics = _checked(loss.loss(view), objective.loss.name, log_probs)
     if "policy_weight" in columns:
         per_token = columns["policy_weight"] * per_token
     with torch.no_grad():
@@ -146,7 +148,7 @@ def policy_objective(
     return (view.coef * per_token).sum(), metric_sums({f"policy/{name}": x for name, x in shown.items()}, columns["weight"])
 
 
-def _told(result: Any, name: str, log_probs: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+def _checked(result: Any, name: str, log_probs: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
     """What a loss returned, if it has one value a token: another shape would be broadcast to a loss that nobody meant."""
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
         raise PluginError(f"the policy loss {name!r} returned a {type(result).__name__}. Fix: return (loss per token [R], metrics per token).")
@@ -179,4 +181,5 @@ def metric_sums(per_token: Mapping[str, Tensor], weight: Tensor) -> Sums:
     counted = weight != 0
     weight = weight.double()
     total = weight.sum()
+    # A choice and not a product, for 0 · NaN is NaN.
     return {name: (torch.where(counted, weight * x.double(), 0.0).sum(), total) for name, x in per_token.items()}

@@ -39,6 +39,7 @@ class MasterAdamW:
         decayed = [m for m in self.masters.values() if m.ndim > 1]
         others = [m for m in self.masters.values() if m.ndim <= 1]
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        # The rate comes with every step: schedules belong to the pipeline.
         self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=(betas[0], betas[1]), eps=eps)
 
     @torch.no_grad()
@@ -57,6 +58,7 @@ class MasterAdamW:
     def clip(self, max_norm: float) -> float:
         """The norm of all gradients, which are then scaled down to `max_norm` (0: never). May be NaN or infinite."""
         norm = nn.utils.clip_grad_norm_(list(self.masters.values()), max_norm or float("inf"))
+        # Of sharded gradients the norm is a DTensor of partial sums.
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def step(self, lr: float) -> None:
@@ -92,6 +94,7 @@ class MasterAdamW:
         """Undo `state`, masters in place; the moments' tensors are taken over. A missing master is a KeyError, another shape a RuntimeError."""
         for name, master in self.masters.items():
             master.copy_(state[f"master/{name}"])
+            # torch keeps the step count on the CPU, wherever the parameter is.
             moments = {key: state[f"{key}/{name}"] for key in STATE if f"{key}/{name}" in state}
             self._adamw.state[master] = {key: value if key == "step" else value.to(master.device) for key, value in moments.items()}
         self.clear()
@@ -102,6 +105,7 @@ class MasterAdamW:
         """Take 16-bit models' masters and all moments to `device` (the model moves its own parameters)."""
         for name, master in self.masters.items():
             if self.parameters[name] is not master:
+                # The tensor stays the same object, for the optimizer's state is keyed by it.
                 master.data = master.data.to(device)
             moments = self._adamw.state.get(master, {})
             moments |= {key: value.to(device) for key, value in moments.items() if key != "step"}

@@ -7,12 +7,14 @@ import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from turnwise.errors import CheckpointError
 from turnwise_torch.guard import is_out_of_memory
@@ -21,9 +23,49 @@ from turnwise_torch.state import checked
 
 FACTS_FILE = "state.json"
 FORMAT = "turnwise-torch parts 1"
+_BROKEN = (OSError, ValueError, TypeError, LookupError, EOFError, AttributeError, RuntimeError, AssertionError, ImportError, pickle.UnpicklingError)
 
 Place = Callable[[str, torch.Size, torch.dtype], Tensor | None]
 """For a saved tensor's name, shape and dtype the tensor to read it into, or None where this rank does not want it."""
+
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_NAMED = {
+    ("pathlib", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    *((f"{_CHECKPOINT}.metadata", name) for name in ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")),
+    *((f"{_CHECKPOINT}.metadata", name) for name in ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
+}
+"""What the metadata of a state are made of, beside torch's dtypes."""
+
+
+class _Foreign(Exception):
+    """Metadata name something else: whatever a pickle names may be called while it is read."""
+
+
+class _Metadata(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """As of Unpickler, for what `_NAMED` holds. Raises _Foreign."""
+        if (module, name) in _NAMED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise _Foreign(f"{module}.{name}")
+
+
+class _Reader(FileSystemReader):
+    """torch reads tensors without running code, and unpickles what describes them."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """As of FileSystemReader. Raises _Foreign."""
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _Metadata(file).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"its metadata are a {type(metadata).__name__}")
+        # What torch's own read_metadata does after unpickling; its planner relies on it.
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 def write_parts(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
@@ -48,7 +90,7 @@ def read_parts(folder: Path, expected: Mapping[str, str], place: Place) -> tuple
     source = f"the training state {folder}"
     try:
         facts = checked(source, json.loads((Path(folder) / FACTS_FILE).read_text(encoding="utf-8")), {"format": FORMAT, **expected})
-        reader = FileSystemReader(str(folder))
+        reader = _Reader(str(folder))
         tensors = {}
         for name, saved in reader.read_metadata().state_dict_metadata.items():
             tensor = place(name, saved.size, saved.properties.dtype)  # type: ignore[union-attr]
@@ -57,8 +99,12 @@ def read_parts(folder: Path, expected: Mapping[str, str], place: Place) -> tuple
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process reads what several wrote
             dcp.load(dict(tensors), storage_reader=reader)
-    except (OSError, ValueError, EOFError, AttributeError, RuntimeError, pickle.UnpicklingError, CheckpointException) as error:
+    except (*_BROKEN, _Foreign, CheckpointException) as error:
         cause = _cause(error)
+        if isinstance(cause, _Foreign):
+            raise CheckpointError(
+                f"{source} names {cause}, which no training state does, and was not read. Fix: resume from a checkpoint that this strategy saved"
+            ) from None
         raise CheckpointError(f"{source} is cut short or damaged: {first_line(cause)}. Fix: resume from an older checkpoint") from error
     return tensors, facts
 

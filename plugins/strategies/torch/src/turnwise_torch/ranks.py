@@ -22,6 +22,7 @@ class ProcessGroup:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             dist.init_process_group(
+                # gloo beside NCCL: `largest` and broadcast objects exchange what lies on the CPU.
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                 init_method=f"tcp://{ranks.address}",
                 rank=ranks.rank,
@@ -47,5 +48,6 @@ class ProcessGroup:
 
 def limit_waits(timeout: float) -> None:
     """Let every collective of this process wait up to `timeout` seconds, also in groups that a library made with torch's own limit."""
+    # torch has no public list of its groups.
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)

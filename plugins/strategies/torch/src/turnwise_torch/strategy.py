@@ -11,37 +11,38 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.contracts.train import Offer, TrainContext
-from turnwise.errors import CheckpointError, ConfigError
+from turnwise.errors import CheckpointError, Problem, refuse
 from turnwise_torch import lora, models, shared
-from turnwise_torch.base import ModelStrategy, device_of
+from turnwise_torch.base import ModelStrategy
 from turnwise_torch.checks import model_problems
 from turnwise_torch.config import TorchConfig
+from turnwise_torch.device import device_of, release
 from turnwise_torch.fsdp import ShardedModel
-from turnwise_torch.guard import out_of_memory_told, tells_out_of_memory
+from turnwise_torch.guard import names_out_of_memory, out_of_memory_named
 from turnwise_torch.microbatch import MicroBatch
 from turnwise_torch.optimizer import MasterAdamW
 from turnwise_torch.parts import Place, is_in_parts, read_parts, write_parts
+from turnwise_torch.runner import OneByOne
 from turnwise_torch.state import STATE_FILE, read_state, write_state
 
 
 class TorchStrategy(ModelStrategy):
     """Actor, critic (`head: value`) or reference (`trainable: false`) in this process (see turnwise.contracts.train)."""
 
-    transports: tuple[str, ...] = ("shared", "shared_memory", "process_group", "safetensors")
+    config: TorchConfig
 
     def __init__(self, config: TorchConfig | None, context: TrainContext) -> None:
         self.config = config or TorchConfig()
-        problems = self.check(self.config, context)
-        if problems:
-            raise ConfigError([line.removeprefix("machine: ") for line in problems])
+        refuse(self.check(self.config, context))
         torch.manual_seed(context.seed + context.ranks.rank)  # for policy losses that draw random numbers; nothing here does
         super().__init__(context, device_of(context))
         self.logits_chunk = self.config.logits_chunk
         self.sharded: ShardedModel | None = None
         self.optimizer: MasterAdamW | None = None
         self._key: str | None = None
-        with out_of_memory_told("loading the model", context.role, "hold", self.savings):
+        with out_of_memory_named("loading the model", context.role, "hold", self.savings):
             self.model = self._build_sharded() if context.ranks.size > 1 else self._build_whole()
+            self.runner = OneByOne(self.group, self.sharded.backward if self.sharded else self._backward)
             with torch.no_grad():
                 if context.head == "lm":
                     self._run(models.check_head)
@@ -51,18 +52,24 @@ class TorchStrategy(ModelStrategy):
                 self.optimizer = self._build_optimizer()
 
     @staticmethod
-    def check(config: TorchConfig, context: TrainContext) -> list[str]:
-        """What can be known before the model is loaded: one line per problem, `machine: …` for what only this machine lacks."""
+    def transports(config: TorchConfig, context: TrainContext) -> tuple[str, ...]:
+        """Those of every strategy; a model that is whole in one process may be shared, too."""
+        found = ModelStrategy.transports(config, context)
+        return ("shared", *found) if found and context.ranks.size == 1 and len(context.devices) < 2 else found
+
+    @staticmethod
+    def check(config: TorchConfig, context: TrainContext) -> list[Problem]:
+        """What can be known before the model is loaded."""
         return model_problems(context, "torch")
 
     def offer(self, transport: str, version: int, receivers: int = 1) -> Offer:
         """`shared`: {"key"} for turnwise_torch.shared.lookup; others as ModelStrategy.offer."""
-        if transport == "shared" and transport in self.transports:
+        if transport == "shared" and transport in self.transports(self.config, self.context):
             self._key = self._key or shared.publish(self.model)
             return Offer(transport, version, {"key": self._key})
         return super().offer(transport, version, receivers)
 
-    @tells_out_of_memory("the checkpoint", "hold")
+    @names_out_of_memory("the checkpoint", "hold")
     def save(self, folder: Path) -> None:
         """What is trained (masters, moments), random state and the number of updates: one file, or with several ranks a part of each.
         Raises CheckpointError."""
@@ -74,7 +81,7 @@ class TorchStrategy(ModelStrategy):
         write = write_parts if self.sharded else write_state
         write(folder, {**weights, **rng}, {**self._facts(), "updates": str(self._updates)})
 
-    @tells_out_of_memory("resuming", "hold")
+    @names_out_of_memory("resuming", "hold")
     def load(self, folder: Path) -> None:
         """Undo `save`, in place and exactly; what several ranks saved is read by any number. Raises CheckpointError."""
         masters: Mapping[str, Tensor] = self.optimizer.masters if self.optimizer else dict(self.model.named_parameters())
@@ -87,6 +94,7 @@ class TorchStrategy(ModelStrategy):
             )
         else:
             tensors, facts = read_state(folder, self._facts())
+        # Compared before anything is copied: a state that is refused leaves the weights as they were.
         if {n.removeprefix("master/"): t.shape for n, t in tensors.items() if n.startswith("master/")} != {n: p.shape for n, p in masters.items()}:
             raise self._other_model(folder)
         with self._exclusive(), torch.no_grad():
@@ -102,12 +110,12 @@ class TorchStrategy(ModelStrategy):
             torch.cuda.set_rng_state(tensors[random["cuda"]], self.device)
         self._updates = int(facts["updates"])
 
-    @tells_out_of_memory("offloading", "move")
+    @names_out_of_memory("offloading", "move")
     def offload(self) -> None:
         """Move model and optimizer to the CPU's memory."""
         self._move(torch.device("cpu"))
 
-    @tells_out_of_memory("onloading", "move")
+    @names_out_of_memory("onloading", "move")
     def onload(self) -> None:
         """Move them back."""
         self._move(self.device)
@@ -121,21 +129,14 @@ class TorchStrategy(ModelStrategy):
 
     # ---------------------------------------------------------------- hooks
 
-    def _backward(self, loss: Tensor, last: bool) -> None:
+    def _optimize(self, lr: float) -> float:
         assert self.optimizer is not None
-        if self.sharded:
-            self.sharded.backward(loss, last)
-        else:
-            loss.backward()
-            self.optimizer.accumulate()
-
-    def _clip(self) -> float:
-        assert self.optimizer is not None
-        return self.optimizer.clip(self.context.max_grad_norm)
-
-    def _step(self, lr: float) -> None:
-        assert self.optimizer is not None
-        self.optimizer.step(lr)
+        norm = self.optimizer.clip(self.context.max_grad_norm)
+        # Clipping has scaled every gradient by this norm: where it is not finite a step would make every weight NaN.
+        if self._finite(norm):
+            with self._exclusive():
+                self.optimizer.step(lr)
+        return norm
 
     def _clear(self) -> None:
         assert self.optimizer is not None
@@ -158,6 +159,12 @@ class TorchStrategy(ModelStrategy):
 
     # ---------------------------------------------------------------- the model
 
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        """The gradient of one micro-batch, of a model that is whole here."""
+        assert self.optimizer is not None
+        loss.backward()
+        self.optimizer.accumulate()
+
     def _run(self, compute: Callable[[nn.Module], Any]) -> Any:
         """`compute` on the model, whose parameters are there meanwhile."""
         return self.sharded(compute) if self.sharded else compute(self.model)
@@ -170,13 +177,12 @@ class TorchStrategy(ModelStrategy):
         return model
 
     def _build_sharded(self) -> nn.Module:
-        self.transports = tuple(name for name in self.transports if name != "shared")
         self.sharded = ShardedModel(self._load_model, self.context, self.config.fsdp, self.device)
         return self.sharded.model
 
     def _load_model(self, dtype: str) -> nn.Module:
         load = models.load_causal_lm if self.context.head == "lm" else models.load_value_model
-        return load(self.context.model, dtype, self.context.attn_implementation)
+        return load(self.context.model, dtype, self.context.attn_implementation, self.context.trust_remote_code)
 
     def _build_optimizer(self) -> MasterAdamW:
         masters: dict[str, Tensor] = dict(self.model.named_parameters())
@@ -213,6 +219,7 @@ class TorchStrategy(ModelStrategy):
                 return torch.empty(shape, dtype=dtype) if name in self._random_names().values() else None
             if rest not in masters or (kind != "step" and masters[rest].shape != shape):
                 raise self._other_model(folder)
+            # AdamW counts steps in a scalar, whatever the shape of the parameter.
             if kind == "step":
                 return torch.zeros(shape, dtype=dtype)
             return masters[rest].detach() if kind == "master" else torch.empty_like(masters[rest].detach())
@@ -228,5 +235,8 @@ class TorchStrategy(ModelStrategy):
                 self.sharded.move(device)
             else:
                 self.model.to(device)
+            # With cpu_offload FSDP keeps the masters in main memory for good, and their moments lie beside them.
             if self.optimizer and not (self.sharded and self.config.fsdp.cpu_offload):
                 self.optimizer.move(device)
+        if device != self.device:
+            release(self.device)

@@ -1,7 +1,7 @@
 """Weights from a trainer to samplers on the same host: bucket by bucket through one block of shared memory.
 
 The sender listens on a unix socket, every receiver connects and is handed the memory. For each bucket the sender writes its tensors there
-and tells every receiver names, dtypes, shapes and places as one line of JSON; it goes on when all have answered. So no more than one bucket
+and sends every receiver names, dtypes, shapes and places as one line of JSON; it goes on when all have answered. So no more than one bucket
 exists beside the two models, and any process of the same user on the host can read, whoever started it.
 
 Neither memory nor socket has a name in a file system (memfd_create, Linux's abstract sockets), so that nothing is left when a side is killed.
@@ -79,6 +79,7 @@ class Sender:
         name = f"turnwise-weights-{uuid.uuid4().hex}"
         self._memory, self._size = open(os.memfd_create(name), "r+b", buffering=0), 0  # noqa: SIM115 - until `close`
         self._listener = socket.socket(socket.AF_UNIX)
+        # The leading zero byte means Linux's abstract namespace: no file, and gone with its last user.
         self._listener.bind(f"\0{name}")
         self._listener.listen(receivers)
         self.payload: dict[str, Any] = {"socket": name}
@@ -89,17 +90,19 @@ class Sender:
         try:
             deadline = time.monotonic() + self._timeout
             while len(lines) < self._receivers:
+                # A timeout of 0 would make the socket non-blocking, and a late receiver a BlockingIOError.
                 self._listener.settimeout(max(0.01, deadline - time.monotonic()))
                 connection = self._listener.accept()[0]
                 if not _same_user(connection):  # whoever may look into the weights
                     connection.close()
                     continue
                 lines.append(Lines(connection, self._timeout))
+                # A descriptor travels only beside at least one byte.
                 socket.send_fds(connection, [b"\n"], [self._memory.fileno()])
             for bucket in buckets:
-                told = {"tensors": self._write(bucket)}
+                message = {"tensors": self._write(bucket)}
                 for line in lines:
-                    line.write(told)
+                    line.write(message)
                 for line in lines:
                     line.read()
             for line in lines:
@@ -163,13 +166,14 @@ def receive(payload: Mapping[str, Any], timeout: float) -> Generator[Bucket, Non
         while True:
             try:
                 memory = _handed(connection) if memory < 0 else memory
-                told = lines.read()["tensors"]
-                if told is None:
+                described = lines.read()["tensors"]
+                if described is None:
                     lines.write({})
                     return
             except (OSError, EOFError) as error:
                 raise EngineError("weight update: the trainer stopped sending, or was silent for too long (weight_sync_timeout)") from error
-            yield _read(memory, told)
+            # The answer follows when the caller asks for the next bucket, which overwrites the memory of this one.
+            yield _read(memory, described)
             lines.write({})
     finally:
         lines.close()
@@ -185,18 +189,21 @@ def _same_user(connection: socket.socket) -> bool:
 
 def _handed(connection: socket.socket) -> int:
     """The file descriptor that the sender hands over first. Raises OSError or EOFError."""
+    # One byte and no more: what follows is the first line, which is read through a buffer.
     descriptors = socket.recv_fds(connection, 1, 1)[1]
     if not descriptors:
         raise EOFError
     return descriptors[0]
 
 
-def _read(memory: int, told: Sequence[Any]) -> Bucket:
-    mapped = mmap.mmap(memory, 0) if any(0 not in shape for _, _, shape, _ in told) else None
-    return [(name, _view(mapped, place, getattr(torch, dtype), torch.Size(shape))) for name, dtype, shape, place in told]
+def _read(memory: int, described: Sequence[Any]) -> Bucket:
+    # Mapped again for every bucket, as the sender may have enlarged the memory; a file of no bytes cannot be mapped.
+    mapped = mmap.mmap(memory, 0) if any(0 not in shape for _, _, shape, _ in described) else None
+    return [(name, _view(mapped, place, getattr(torch, dtype), torch.Size(shape))) for name, dtype, shape, place in described]
 
 
 def _view(memory: mmap.mmap | None, place: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    # torch.frombuffer refuses a count of 0.
     if memory is None or not shape.numel():
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=place).view(shape)

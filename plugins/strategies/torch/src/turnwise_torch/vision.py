@@ -55,7 +55,7 @@ class Vision:
         self._merged = int(facts["vision_config"].get("spatial_merge_size", 2)) ** 2
         try:
             # Pillow's processor: torchvision's gives other pixels, and is not there in every build of torch.
-            self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+            self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"{folder} has no image processor ({str(error).splitlines()[0]}). Fix: save the model's processor into it") from error
         self._known: OrderedDict[str, tuple[np.ndarray, np.ndarray]] = OrderedDict()
@@ -78,6 +78,10 @@ class Vision:
         assert pixels is not None
         return pixels
 
+    def starts(self, ids: np.ndarray) -> np.ndarray:
+        """int64 [k]: where in `ids` [n] an image would begin, the places of its first token."""
+        return np.flatnonzero((ids[:-1] == self._start) & (ids[1:] == self.token)) + 1
+
     def find(self, ids: np.ndarray, images: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
         """bool [n]: which of `ids` [n] stand for one of `images`, and those first images that do.
 
@@ -88,7 +92,7 @@ class Vision:
         found: list[np.ndarray] = []
         if not images:
             return mask, found
-        for start in np.flatnonzero((ids[:-1] == self._start) & (ids[1:] == self.token)) + 1:
+        for start in self.starts(ids):
             if len(found) == len(images):
                 break
             end = start + self.tokens(images[len(found)])

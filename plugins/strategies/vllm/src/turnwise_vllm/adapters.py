@@ -44,6 +44,7 @@ class Folder:
 
         self._member = self._member or Member(torch.device("cpu"))
         with contextlib.closing(adapter_buckets(offer, self._member, timeout)) as buckets:
+            # Clones, because the buckets are views of memory that the sender writes again.
             tensors = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
         if not tensors:
             raise EngineError("the weight update holds no adapters")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +14,14 @@ from typing import Any
 import attrs
 
 from turnwise.contracts.inference import InferenceContext
-from turnwise.errors import did_you_mean
+from turnwise.data.numbers import BYTES
+from turnwise.errors import Problem, did_you_mean
+from turnwise_serving.endpoint import endpoint_problems
+from turnwise_serving.models import DTYPES, facts, sees
 from turnwise_vllm import adapters
-from turnwise_vllm.config import BYTES, VllmConfig
+from turnwise_vllm.config import VllmConfig
 
-WHERE = "$.actor_infer.strategy_args.strategy_config"
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+WHERE = "actor_infer.strategy_args.strategy_config"
 EXTENSION = "turnwise_vllm.transfer.WorkerExtension"
 """Imported by every worker of the engine, which registers our weight transfer there."""
 TRANSFER = "turnwise"
@@ -30,88 +31,105 @@ _OURS = {
     "tokenizer": "pretrain",
     "dtype": "actor_infer.model_args.dtype",
     "seed": "seed",
+    "trust_remote_code": "trust_remote_code",
     "device_ids": "actor_infer.device_mapping",
     "weight_transfer_config": "nothing: Turnwise updates the weights",
     "worker_extension_cls": "nothing: Turnwise updates the weights",
 }
 """Engine arguments that the run sets, and where a user says what they say."""
-_OWN_KEYS = {"mode", "base_url", "python_path", "start_timeout", "request_timeout", "engine_args"}
+_OWN_KEYS = {"mode", "base_url", "api_key_env", "python_path", "start_timeout", "request_timeout", "engine_args"}
+# The block that vLLM's CPU attention takes where block_size is not given.
 _CPU_BLOCK = 128
 _CPU_SEQUENCES = 128
 _CPU_CACHE = 4 * 2**30
 
 
-def problems(config: VllmConfig, context: InferenceContext) -> list[str]:
-    """What is wrong with the options, one line each (`machine: …`: what is missing here), told without importing vLLM."""
+def problems(config: VllmConfig, context: InferenceContext) -> list[Problem]:
+    """What is wrong with the options, or missing here, known without importing vLLM."""
     lines = [*_mode_problems(config), *_name_problems(config.engine_args), *_adapter_problems(config, context), *_image_problems(config, context)]
     if config.max_model_len is not None and config.max_model_len < context.sequence_length:
         lines.append(
-            f"{WHERE}.max_model_len: {config.max_model_len} is below sequence_length {context.sequence_length}. Fix: leave max_model_len out"
+            Problem(
+                f"{WHERE}.max_model_len", f"{config.max_model_len} is below sequence_length {context.sequence_length}. Fix: leave max_model_len out"
+            )
         )
     if config.enable_sleep_mode and config.mode != "attach":
         if not context.devices:
-            lines.append(f"{WHERE}.enable_sleep_mode: there is no device memory to give back on a CPU. Fix: false, or name GPUs in device_mapping")
+            lines.append(
+                Problem(f"{WHERE}.enable_sleep_mode", "there is no device memory to give back on a CPU. Fix: false, or name GPUs in device_mapping")
+            )
         elif cpu_build():
-            lack = "machine: actor_infer: strategy_config.enable_sleep_mode needs vLLM for GPUs, and its build for CPUs is installed"
-            lines.append(f"{lack}. Fix: install vLLM for GPUs, or enable_sleep_mode: false")
+            lack = "needs vLLM for GPUs, and its build for CPUs is installed. Fix: install vLLM for GPUs, or enable_sleep_mode: false"
+            lines.append(Problem(f"{WHERE}.enable_sleep_mode", lack, machine=True))
     wanted = config.engine_args.get("data_parallel_size")
     if context.devices:
         try:
             engines = config.data_parallel_size(len(context.devices))
         except ValueError as error:
-            lines.append(f"$.actor_infer.device_mapping: {error}. Fix: other sizes, or other devices")
+            lines.append(Problem("actor_infer.device_mapping", f"{error}. Fix: other sizes, or other devices"))
         else:
             if config.mode == "attach":
                 if engines > 1:
                     lines.append(
-                        f"$.actor_infer.device_mapping: {len(context.devices)} devices are {engines} engines, and base_url names one server. "
-                        "Fix: leave device_mapping out"
+                        Problem(
+                            "actor_infer.device_mapping",
+                            f"{len(context.devices)} devices are {engines} engines, and base_url names one server. Fix: leave device_mapping out",
+                        )
                     )
             elif wanted not in (None, engines):
-                lines.append(f"{WHERE}.data_parallel_size: {wanted}, but {len(context.devices)} devices hold {engines} engines. Fix: leave it out")
+                lines.append(
+                    Problem(f"{WHERE}.data_parallel_size", f"{wanted}, but {len(context.devices)} devices hold {engines} engines. Fix: leave it out")
+                )
     elif wanted is not None and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1):
-        lines.append(f"{WHERE}.data_parallel_size: {wanted!r} is not a positive integer")
+        lines.append(Problem(f"{WHERE}.data_parallel_size", f"{wanted!r} is not a positive integer"))
     return lines
 
 
-def _mode_problems(config: VllmConfig) -> Iterator[str]:
+def _mode_problems(config: VllmConfig) -> Iterator[Problem]:
     if config.mode == "attach" and not config.base_url:
-        yield f"{WHERE}.base_url: mode attach needs the server's address. Fix: such as base_url: http://127.0.0.1:8000"
+        yield Problem(f"{WHERE}.base_url", "mode attach needs the server's address. Fix: such as base_url: http://127.0.0.1:8000")
     if config.mode != "attach" and config.base_url:
-        yield f"{WHERE}.base_url: {config.base_url!r} is for mode attach, and mode is {config.mode}. Fix: mode: attach, or leave base_url out"
+        yield Problem(
+            f"{WHERE}.base_url", f"{config.base_url!r} is for mode attach, and mode is {config.mode}. Fix: mode: attach, or leave base_url out"
+        )
+    if config.mode == "attach" and config.base_url:
+        yield from endpoint_problems(WHERE, config.base_url, config.api_key_env)
+    if config.mode != "attach" and config.api_key_env:
+        yield Problem(f"{WHERE}.api_key_env", f"is for mode attach, and mode is {config.mode}. Fix: mode: attach, or leave api_key_env out")
     if config.mode != "server" and config.python_path:
-        yield f"{WHERE}.python_path: is for mode server, and mode is {config.mode}. Fix: mode: server, or leave python_path out"
+        yield Problem(f"{WHERE}.python_path", f"is for mode server, and mode is {config.mode}. Fix: mode: server, or leave python_path out")
     if config.mode == "attach" and config.engine_args.keys() - {"data_parallel_size"}:
-        yield f"{WHERE}: a running server's engine arguments cannot be set from here: {', '.join(config.engine_args)}. Fix: start it with them"
+        yield Problem(WHERE, f"a running server's engine arguments cannot be set from here: {', '.join(config.engine_args)}. Fix: start it with them")
 
 
-def _adapter_problems(config: VllmConfig, context: InferenceContext) -> Iterator[str]:
+def _adapter_problems(config: VllmConfig, context: InferenceContext) -> Iterator[Problem]:
     if context.lora is None:
         return
     if config.load_format == "dummy":
-        yield f"{WHERE}.load_format: dummy, but lora_sync: adapter sends no weights of the model itself. Fix: load_format: auto"
+        yield Problem(f"{WHERE}.load_format", "dummy, but lora_sync: adapter sends no weights of the model itself. Fix: load_format: auto")
     if context.lora.rank > adapters.RANKS[-1]:
-        yield f"$.actor_train.model_args.lora_rank: vLLM takes adapters of ranks up to {adapters.RANKS[-1]}. Fix: that, or lora_sync: merged"
+        yield Problem("actor_train.model_args.lora_rank", f"vLLM takes adapters of ranks up to {adapters.RANKS[-1]}. Fix: that, or lora_sync: merged")
 
 
-def _image_problems(config: VllmConfig, context: InferenceContext) -> Iterator[str]:
+def _image_problems(config: VllmConfig, context: InferenceContext) -> Iterator[Problem]:
     if config.mode == "in_process" and sees(context.model) and importlib.util.find_spec("torchvision") is None:
-        yield (
-            f"{WHERE}.mode: vLLM's models that see need torchvision, and it is not installed. "
-            "Fix: install the build that fits torch, or mode: server with python_path naming a folder that holds it"
+        yield Problem(
+            f"{WHERE}.mode",
+            "vLLM's models that see need torchvision, and it is not installed. "
+            "Fix: install the build that fits torch, or mode: server with python_path naming a folder that holds it",
         )
 
 
-def _name_problems(engine_args: Mapping[str, Any]) -> Iterator[str]:
+def _name_problems(engine_args: Mapping[str, Any]) -> Iterator[Problem]:
     fields = {attribute.name for attribute in attrs.fields(VllmConfig)} - _OWN_KEYS
     known = argument_names() if engine_args else None
     for name in engine_args:
         if name in _OURS:
-            yield f"{WHERE}.engine_args.{name}: set by the run. Fix: leave it out, and set {_OURS[name]}"
+            yield Problem(f"{WHERE}.engine_args.{name}", f"set by the run. Fix: leave it out, and set {_OURS[name]}")
         elif name in fields:
-            yield f"{WHERE}.engine_args.{name}: has a key of its own. Fix: {name} beside engine_args"
+            yield Problem(f"{WHERE}.engine_args.{name}", f"has a key of its own. Fix: {name} beside engine_args")
         elif known is not None and name not in known:
-            yield f"{WHERE}: vLLM has no engine argument {name!r}.{did_you_mean(name, sorted(known | fields))}"
+            yield Problem(WHERE, f"vLLM has no engine argument {name!r}.{did_you_mean(name, sorted(known | fields))}")
 
 
 def argument_names() -> frozenset[str] | None:
@@ -150,6 +168,7 @@ def engine_arguments(config: VllmConfig, context: InferenceContext, cpu: bool) -
         "model": str(context.model),
         "dtype": DTYPES[context.dtype],
         "seed": context.seed % 2**32,
+        "trust_remote_code": context.trust_remote_code,
         "max_model_len": longest,
         "load_format": config.load_format,
         "logprobs_mode": config.logprobs_mode,
@@ -157,7 +176,8 @@ def engine_arguments(config: VllmConfig, context: InferenceContext, cpu: bool) -
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
         "data_parallel_size": replicas(config, context),
-        "generation_config": "vllm",  # sampling is what the request says, not what the folder suggests
+        # Sampling is what the request says, not what the folder suggests.
+        "generation_config": "vllm",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "weight_transfer_config": {"backend": TRANSFER},
@@ -171,7 +191,8 @@ def engine_arguments(config: VllmConfig, context: InferenceContext, cpu: bool) -
     if config.limit_mm_per_prompt:
         arguments["limit_mm_per_prompt"] = dict(config.limit_mm_per_prompt)
     if sees(context.model):
-        arguments["mm_device_do_normalize"] = False  # pixel values come as the trainer's processor makes them
+        # Pixel values come as the trainer's processor makes them.
+        arguments["mm_device_do_normalize"] = False
     if context.lora is not None:
         arguments |= adapters.engine_arguments(context.lora)
     if cpu:
@@ -179,6 +200,7 @@ def engine_arguments(config: VllmConfig, context: InferenceContext, cpu: bool) -
         arguments.setdefault("kv_cache_memory_bytes", cache_bytes(config, context, longest, arguments["max_num_seqs"]))
     else:
         arguments |= {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": config.enable_sleep_mode}
+    # data_parallel_size is there already: `replicas` read it.
     return arguments | {name: value for name, value in config.engine_args.items() if name != "data_parallel_size"}
 
 
@@ -194,28 +216,17 @@ def cache_bytes(config: VllmConfig, context: InferenceContext, longest: int, seq
 
     vLLM would take nearly all memory of the machine where nothing is said.
     """
-    facts = model_facts(Path(str(context.model)))
-    heads = facts.get("num_key_value_heads") or facts["num_attention_heads"]
-    token = 2 * facts["num_hidden_layers"] * heads * head_size(facts) * BYTES[context.dtype] // config.devices_per_engine
+    model = facts(Path(str(context.model)))
+    heads = model.get("num_key_value_heads") or model["num_attention_heads"]
+    token = 2 * model["num_hidden_layers"] * heads * head_size(model) * BYTES[context.dtype] // config.devices_per_engine
     block = config.block_size or _CPU_BLOCK
     sequence = -(-longest // block) * block * max(token, 1)
     return max(min(sequences * sequence, _CPU_CACHE), 2 * sequence)
 
 
-def model_facts(folder: Path) -> dict[str, Any]:
-    """The language model's part of a folder's config.json."""
-    facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return {**facts, **{name: value for name, value in facts.get("text_config", {}).items() if value is not None}}
-
-
-def sees(folder: Path | None) -> bool:
-    """Whether the model takes images; False for a folder that is not prepared yet (none, or the empty path)."""
-    return folder not in (None, Path()) and (Path(str(folder)) / "config.json").is_file() and "vision_config" in model_facts(Path(str(folder)))
-
-
-def head_size(facts: Mapping[str, Any]) -> int:
-    """Width of an attention head."""
-    return int(facts.get("head_dim") or facts["hidden_size"] // facts["num_attention_heads"])
+def head_size(model: Mapping[str, Any]) -> int:
+    """Width of an attention head, of the model's facts."""
+    return int(model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"])
 
 
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
@@ -225,6 +236,7 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
+# Variables that vLLM sets in its process, which is the run's: what the run starts later must not inherit them.
 _SET_BY_VLLM = (
     "LD_PRELOAD",
     "LOCAL_WORLD_SIZE",

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from turnwise.contracts.chat import Chat
-from turnwise.contracts.inference import InferenceContext, Request
+from turnwise.contracts.inference import DeviceMemory, InferenceContext, Request
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation
-from turnwise.errors import ConfigError, EngineError, MachineError, listed
-from turnwise.rollout.homes import Homes
+from turnwise.errors import ConfigError, EngineError, Problem, listed, refuse
+from turnwise_serving.affinity import Affinity
+from turnwise_serving.answers import version_number
+from turnwise_serving.models import sees, vocabulary
+from turnwise_serving.offers import check_offer
+from turnwise_serving.running import CLOSED, Running
 from turnwise_vllm.adapters import Folder
-from turnwise_vllm.arguments import cpu_build, model_facts, problems, replicas, sees
+from turnwise_vllm.arguments import cpu_build, problems, replicas
 from turnwise_vllm.config import VllmConfig
 from turnwise_vllm.engine import Engine, LocalEngine
 from turnwise_vllm.images import Picture, Pictures
-from turnwise_vllm.requests import generation, number, prompt_ids, sampling
+from turnwise_vllm.requests import generation, prompt_ids, sampling
 from turnwise_vllm.server import ServedEngine
+
+TAGS: Mapping[DeviceMemory, str] = {"weights": "weights", "cache": "kv_cache"}
+"""vLLM's names for what it lets sleep and wakes."""
 
 
 class VllmBackend:
@@ -32,48 +40,43 @@ class VllmBackend:
     """
 
     input: Literal["ids", "messages"] = "ids"
-    transports: tuple[str, ...] = ("shared_memory", "process_group", "safetensors")
-    adapters = True
 
     def __init__(self, config: VllmConfig, context: InferenceContext) -> None:
         """Raises ConfigError or MachineError; nothing is started."""
         if context.model is None or context.chat is None:
             raise ConfigError("actor_infer: the vllm backend needs a model and its chat. Fix: name a folder, a hub id or a recipe as pretrain")
-        found = problems(config, context)
-        if wrong := [line for line in found if not line.startswith("machine: ")]:
-            raise ConfigError(wrong)
-        if found:
-            raise MachineError("\n".join(line.removeprefix("machine: ") for line in found))
+        refuse(problems(config, context))
         self._config, self._context = config, context
         self._chat: Chat = context.chat
-        facts = model_facts(Path(context.model))
-        self._vocabulary = int(facts["vocab_size"])
+        self._vocabulary = vocabulary(context.model)
         self._pictures: Pictures | None = None
         self._longest = min(config.max_model_len or context.sequence_length, context.sequence_length)
-        if context.devices and not cpu_build():
-            self.transports = ("process_group", "shared_memory", "safetensors")  # from GPU to GPU, past the hosts' memory
-        # Each worker reads weights for itself; adapters are read here, for all of them.
-        self.receivers = config.devices_per_engine * replicas(config, context) if context.lora is None else 1
         self._adapters = Folder() if context.lora is not None else None
-        self._copies, self._homes = replicas(config, context), Homes()
+        self._copies, self._homes = replicas(config, context), Affinity()
         self._engine: Engine | None = None
         self._starting: asyncio.Task[Engine] | None = None
-        self._running: dict[Request, asyncio.Task[Any]] = {}
+        self._running = Running()
         self._names = itertools.count()
-        self._asleep = self._paused = self._closed = False
+        self._asleep: set[DeviceMemory] = set()
+        self._paused = self._closed = False
         self._empty = config.load_format == "dummy"
         self._broken = ""
 
     @staticmethod
-    def check(config: VllmConfig, context: InferenceContext) -> list[str]:
-        """What is wrong with the options, or (`machine: …`) missing here, one line each; vLLM's argument names are read from its source."""
-        return problems(config, context)
+    def transports(config: VllmConfig, context: InferenceContext) -> tuple[str, ...]:
+        """On GPUs at best from one to the other, past the hosts' memory."""
+        through_memory, direct = "shared_memory", "process_group"
+        first = (direct, through_memory) if context.devices and not cpu_build() else (through_memory, direct)
+        return (*first, "safetensors")
+
+    def receivers(self, transport: str) -> int:
+        """Each worker reads weights for itself; adapters are read here, for all of them."""
+        return self._config.devices_per_engine * self._copies if self._context.lora is None else 1
 
     @staticmethod
-    def cannot_sleep(config: VllmConfig) -> str:
-        """Why `sleep` will be refused on GPUs."""
-        awake = config.mode != "attach" and not config.enable_sleep_mode
-        return "vLLM starts without sleep mode. Fix: strategy_config.enable_sleep_mode: true, or devices of its own" if awake else ""
+    def check(config: VllmConfig, context: InferenceContext) -> list[Problem]:
+        """What is wrong with the options, or missing here; vLLM's argument names are read from its source."""
+        return problems(config, context)
 
     async def generate(self, request: Request) -> Generation:
         """Sample one response. Raises EngineError: a prompt without room or with ids outside the vocabulary, an engine that is gone."""
@@ -88,16 +91,8 @@ class VllmBackend:
         fields = sampling(request, self._longest - len(ids), self._chat.stop_ids)
         with self._homes.of(request, range(self._copies)) as copy:
             name = f"turnwise-{id(self)}-{next(self._names)}"
-            task = asyncio.ensure_future(engine.generate(ids.tolist(), fields, name, pictures, copy if self._copies > 1 else None))
-            self._running[request] = task
-            try:
-                answer = await task
-            except asyncio.CancelledError:
-                self._refuse()  # cancelled from here, because nothing more is served
-                raise
-            finally:
-                self._running.pop(request, None)
-                task.cancel()
+            work = engine.generate(ids.tolist(), fields, name, pictures, copy if self._copies > 1 else None)
+            answer = await self._running.of(request, work)
         return generation(answer, request, self._chat, self._config.logprobs_mode)
 
     def live(self, episodes: int) -> None:
@@ -110,26 +105,23 @@ class VllmBackend:
         Between two tokens; the cache of the old weights is dropped, and sequences in progress are read again. Raises EngineError; after a
         failed update the engine holds a mixture, so requests fail until a whole one has come.
         """
-        if offer.transport not in self.transports:
-            raise EngineError(f"the vllm backend cannot receive weights by {offer.transport!r}. Known: {listed(self.transports)}")
-        if self._asleep:
+        check_offer(offer, "vLLM", self.transports(self._config, self._context), self._context.lora)
+        if "weights" in self._asleep:
             raise EngineError("the backend sleeps. Fix: wake it before a weight update")
-        if (offer.adapter is None) != (self._adapters is None):
-            kinds = ("whole weights", "adapters alone") if offer.adapter is None else ("adapters alone", "whole weights")
-            raise EngineError(f"the weight update brings {kinds[0]}, and vLLM was started for {kinds[1]}")
         engine = await self._started()
         if not self._paused:
             await engine.control("pause")
         try:
             await self._update(engine, offer)
         except BaseException:
+            # A cancelled update leaves a mixture as a failed one does, so BaseException.
             held = "a mixture of weights" if self._adapters is None else "nobody knows which adapters"
             self._broken = f"the last weight update failed, so the engine holds {held}. Fix: a whole update, or another start"
-            for task in self._running.values():
-                task.cancel()
+            self._running.break_off(self._broken)
             raise
         finally:
             if not self._paused:
+                # A pause that was asked for outlasts the update.
                 await engine.control("resume")
         self._empty, self._broken = False, ""
         return offer.version
@@ -144,16 +136,18 @@ class VllmBackend:
             await engine.control("start_update")
             await engine.control("update", info={**where, "transport": offer.transport, "timeout": self._context.weight_sync_timeout})
             await engine.control("finish_update", version=str(offer.version))
+        # Last of all: the caches of prompts and of responses in progress were computed with the old weights.
         if not await engine.control("reset_cache"):
             raise EngineError("vLLM could not drop the cache of the old weights")
-        serving = number(await engine.control("version"))
+        # Asked, not assumed: the version stands beside every token that is sampled from here on.
+        serving = version_number(await engine.control("version"))
         if serving != offer.version:
             raise EngineError(f"version {offer.version} of the weights was sent, and vLLM serves {serving}")
 
     async def _load_adapters(self, engine: Engine, folder: Path) -> None:
-        """Every worker tells for which modules it has no place; with pipeline stages another worker may."""
-        told = await engine.control("load_adapters", folder=str(folder))
-        if left := set.intersection(*map(set, told)):
+        """Every worker reports for which modules it has no place; with pipeline stages another worker may."""
+        unplaced = await engine.control("load_adapters", folder=str(folder))
+        if left := set.intersection(*map(set, unplaced)):
             raise EngineError(f"vLLM has no adapters for {listed(sorted(left))}. Fix: another lora_target, or lora_sync: merged")
 
     async def pause(self) -> None:
@@ -169,8 +163,7 @@ class VllmBackend:
 
     async def abort(self, request: Request) -> None:
         """Cancel the request's `generate`, which drops it in the engine. A request that is not here is ignored."""
-        if task := self._running.get(request):
-            task.cancel()
+        self._running.abort(request)
 
     async def sleep(self) -> None:
         """Give the device memory back: the weights go to the host's memory, the cache is dropped. Raises EngineError where vLLM cannot.
@@ -181,21 +174,21 @@ class VllmBackend:
             raise EngineError("vLLM was started without sleep mode. Fix: strategy_config.enable_sleep_mode: true")
         if self._engine is not None:
             await self._engine.control("sleep")
-        self._asleep = True
+        self._asleep = {"weights", "cache"}
 
-    async def wake(self) -> None:
-        """Undo `sleep`."""
-        if self._asleep and self._engine is not None:
-            await self._engine.control("wake")
-        self._asleep = False
+    async def wake(self, what: DeviceMemory) -> None:
+        """Undo `sleep` for one part. vLLM goes on scheduling when both are back."""
+        if what in self._asleep and self._engine is not None:
+            await self._engine.control("wake", tag=TAGS[what])
+        self._asleep -= {what}
 
     async def close(self) -> None:
         """End what was started; requests in progress fail with EngineError. May be called twice."""
         self._closed = True
         if self._starting is not None and self._engine is None:
             self._starting.cancel()
-        for task in list(self._running.values()):
-            task.cancel()
+        self._running.break_off(CLOSED)
+        # Taken out first, so that a second call finds nothing to end.
         engine, self._engine, self._starting = self._engine, None, None
         if engine is not None:
             await engine.close()
@@ -204,7 +197,7 @@ class VllmBackend:
 
     def _refuse(self) -> None:
         if self._closed:
-            raise EngineError("the backend was closed")
+            raise EngineError(CLOSED)
         if self._broken:
             raise EngineError(self._broken)
         if self._asleep:
@@ -215,9 +208,10 @@ class VllmBackend:
         if self._engine is not None:
             return self._engine
         if self._closed:
-            raise EngineError("the backend is closed")
+            raise EngineError(CLOSED)
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._start())
+        # Shielded: many wait for one start, and one that gives up must not end it.
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> Engine:
@@ -229,6 +223,7 @@ class VllmBackend:
         except BaseException:
             await engine.close()
             raise
+        # Not before: no request shall meet an engine that has no place for its adapters yet.
         self._engine = engine
         return engine
 
@@ -238,7 +233,7 @@ class VllmBackend:
             return []
         if self._pictures is None:
             if not sees(self._context.model):
-                told = f"the request holds {len(request.images)} images, and the model takes text only"
-                raise EngineError(f"{told}. Fix: a text rendering of the environment")
+                lack = f"the request holds {len(request.images)} images, and the model takes text only"
+                raise EngineError(f"{lack}. Fix: a text rendering of the environment")
             self._pictures = Pictures(Path(str(self._context.model)))
         return await asyncio.to_thread(self._pictures.of, ids, request.images)

@@ -7,23 +7,27 @@ from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+from turnwise.contracts.inference import BackendCapabilities
+from turnwise.data.numbers import BYTES
+
 RUNTIME_BYTES = 1_500_000_000
 """What the engine holds beside weights and cache: CUDA context, graphs, workspaces (an estimate)."""
 
 
 @frozen
 class VllmConfig:
-    """Where the engine runs (`mode`, `base_url`, the time limits), then vLLM's engine arguments by their own names; those without a field
-    here are collected in `engine_args`.
+    """Where the engine runs (`mode`, `base_url`, `api_key_env`, the time limits), then vLLM's engine arguments by their own names; those
+    without a field here are collected in `engine_args`.
 
-    `mode`: `in_process` (an AsyncLLM of this process), `server` (a server started for the run), `attach` (the server at `base_url`).
+    `mode`: `in_process` (an AsyncLLM of this process), `server` (a server started for the run), `attach` (the server at `base_url`, whose
+    key, if it has one, is in the environment variable `api_key_env`).
     `logprobs_mode`: which log-probs vLLM computes; the README says for which requests they are the trainer's. `enforce_eager` None: yes
     on a CPU, no on GPUs. `python_path`: folders that the server of mode `server` imports from before its own.
     """
 
     mode: Literal["in_process", "server", "attach"] = "in_process"
     base_url: str | None = None
+    api_key_env: str | None = None
     python_path: tuple[str, ...] = ()
     start_timeout: float = field(default=600.0, validator=validators.gt(0))
     request_timeout: float = field(default=1800.0, validator=validators.gt(0))
@@ -44,6 +48,19 @@ class VllmConfig:
     engine_args: Mapping[str, Any] = field(factory=dict)
 
     @property
+    def capabilities(self) -> BackendCapabilities:
+        """Adapters may come alone; the engine sleeps where it was started so; the arithmetic below."""
+        awake = self.mode != "attach" and not self.enable_sleep_mode
+        return BackendCapabilities(
+            adapters=True,
+            cannot_sleep="vLLM starts without sleep mode. Fix: strategy_config.enable_sleep_mode: true, or devices of its own" if awake else "",
+            attached=self.base_url is not None,
+            devices_per_engine=self.devices_per_engine,
+            data_parallel_size=self.data_parallel_size,
+            memory=self.memory,
+        )
+
+    @property
     def devices_per_engine(self) -> int:
         """Devices (or processes, on a CPU) that hold one copy of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -61,5 +78,6 @@ class VllmConfig:
         `facts`: `parameters` (a count), `dtype`, `device_bytes` (memory of one device). The cache gets what gpu_memory_utilization leaves.
         """
         weights = int(facts["parameters"]) * BYTES[facts["dtype"]] // self.devices_per_engine
+        # The share is of the whole device: weights and the engine's own needs come out of it.
         cache = int(self.gpu_memory_utilization * facts["device_bytes"]) - weights - RUNTIME_BYTES
         return {"weights": weights, "kv_cache": max(0, cache), "activations": RUNTIME_BYTES}

@@ -10,10 +10,12 @@ from typing import Any, Protocol, TypeVar
 
 from turnwise.contracts.inference import InferenceContext
 from turnwise.errors import ConfigError, EngineError, EngineLost, TurnwiseError, listed
-from turnwise_vllm import adapters, memory
-from turnwise_vllm.arguments import applied, cpu_build, engine_arguments, environment, head_size, model_facts
+from turnwise_serving.models import facts
+from turnwise_vllm import adapters
+from turnwise_vllm.arguments import applied, cpu_build, engine_arguments, environment, head_size
 from turnwise_vllm.config import VllmConfig
 from turnwise_vllm.images import Picture, engine_input
+from turnwise_vllm.memory import KEYS, MEMORY, chain
 from turnwise_vllm.requests import Answer
 
 T = TypeVar("T")
@@ -58,7 +60,7 @@ class LocalEngine:
         self._thread = threading.Thread(target=self._serve, name="turnwise-vllm", daemon=True)
         self._thread.start()
         try:
-            # vLLM gives up at start_timeout by itself, and tells more; this one is for a start that hangs elsewhere.
+            # vLLM gives up at start_timeout by itself, and says more; this one is for a start that hangs elsewhere.
             self._llm = await self._run(self._build(), self._config.start_timeout + 60, "the start")
         except TimeoutError as error:
             raise EngineError(f"vLLM did not start within start_timeout = {self._config.start_timeout:g} s. Fix: raise start_timeout") from error
@@ -69,7 +71,7 @@ class LocalEngine:
 
     async def control(self, step: str, **arguments: Any) -> Any:
         """Raises EngineError."""
-        return await self._run(self._control(step, arguments), self._context.weight_sync_timeout, memory.phase(step))
+        return await self._run(self._control(step, arguments), self._context.weight_sync_timeout, MEMORY.phase(step))
 
     async def close(self) -> None:
         """End the engine, its processes and the thread."""
@@ -78,8 +80,10 @@ class LocalEngine:
             return
         if llm is not None:
             await self._run(_silence(llm), _SHUTDOWN, "the end")
+            # Not on the caller's loop, which must not wait for the end of vLLM's processes.
             await asyncio.to_thread(llm.shutdown, _SHUTDOWN)
-            llm.shutdown = _nothing  # its __del__ would do it again, when the interpreter is half gone
+            # Its __del__ would do it again, when the interpreter is half gone.
+            llm.shutdown = _nothing
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join, _SHUTDOWN)
         self._thread = None
@@ -94,7 +98,7 @@ class LocalEngine:
         self._loop.close()
 
     async def _run(self, work: Coroutine[Any, Any, T], timeout: float, when: str) -> T:
-        """Run `work` on the engine's loop; whatever it raises becomes one EngineError. `when`: the phase that is told."""
+        """Run `work` on the engine's loop; whatever it raises becomes one EngineError. `when`: the phase that the error names."""
         try:
             return await asyncio.wait_for(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop)), timeout)
         except TurnwiseError:
@@ -105,7 +109,7 @@ class LocalEngine:
         except Exception as error:
             if self._llm is not None and self._llm.errored:
                 raise EngineLost(_died(error, when)) from error
-            raise EngineError(memory.told(_told(error), memory.chain(error), when)) from error
+            raise EngineError(MEMORY.explained(_failed(error), chain(error), when)) from error
 
     async def _build(self) -> Any:
         config, context, cpu = self._config, self._context, cpu_build()
@@ -120,10 +124,12 @@ class LocalEngine:
                 arguments["device_ids"] = list(context.devices)
             try:
                 llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-            except Exception as error:  # whatever vLLM refuses, in whatever of its libraries' errors
-                told = memory.told(f"vLLM did not start: {one_line(error)}", memory.chain(error), "the start")
-                elsewhere = f"; where they tell of memory, lower {memory.KEYS} of actor_infer" if "initialization failed" in told else ""
-                raise EngineError(f"{told}. Its own messages above may tell more{elsewhere}") from error
+            # Whatever vLLM refuses, in whatever of its libraries' errors.
+            except Exception as error:
+                reported = MEMORY.explained(f"vLLM did not start: {_words(error)}", chain(error), "the start")
+                elsewhere = f"; where they name memory, lower {KEYS} of actor_infer" if "initialization failed" in reported else ""
+                raise EngineError(f"{reported}. Its own messages above may say more{elsewhere}") from error
+        # vLLM's own label for its first weights is no number; ours count from 0.
         await llm.update_weight_version("0")
         if cpu and config.pipeline_parallel_size > 1:
             await llm.collective_rpc("prepare_pipeline")
@@ -152,6 +158,7 @@ class LocalEngine:
         llm = self._llm
         match step:
             case "pause":
+                # keep: responses in progress go on after the update, their cache computed again by reset_cache.
                 return await llm.pause_generation(mode="keep", clear_cache=False)
             case "resume":
                 return await llm.resume_generation()
@@ -164,6 +171,7 @@ class LocalEngine:
                 return await llm.finish_weight_update(arguments["version"])
             case "begin_adapters":
                 self._adapters = adapters.ZEROS
+                # Rank 1 is enough for zeros; the first update puts adapters of the run's rank in their place.
                 return await llm.collective_rpc("begin_adapters", args=(1,))
             case "load_adapters":
                 self._adapters = arguments["folder"]
@@ -171,14 +179,17 @@ class LocalEngine:
             case "set_version":
                 return await llm.update_weight_version(arguments["new_version"])
             case "reset_cache":
+                # The features of images were computed with the old weights, too.
                 await llm.reset_encoder_cache()
+                # Without this, cached prompts would mix old weights with new ones, in silence.
                 return await llm.reset_prefix_cache(reset_running_requests=True)
             case "version":
                 return await llm.get_weight_version()
             case "sleep":
+                # Level 1 keeps a copy of the weights in the host's memory.
                 return await llm.sleep(level=1, mode="keep")
             case "wake":
-                return await llm.wake_up()
+                return await llm.wake_up([arguments["tag"]])
         raise ValueError(step)
 
 
@@ -196,7 +207,7 @@ def check_head_size(folder: Path) -> None:
     """Raises ConfigError for a model whose attention heads vLLM has no CPU kernel for; its own message would come from another process."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    known, size = CPUAttentionBackend.get_supported_head_sizes(), head_size(model_facts(folder))
+    known, size = CPUAttentionBackend.get_supported_head_sizes(), head_size(facts(folder))
     if size not in known:
         raise ConfigError(
             f"vLLM on a CPU has no attention for heads of {size} numbers. Known: {listed(map(str, known))}. "
@@ -206,18 +217,18 @@ def check_head_size(folder: Path) -> None:
 
 def _died(error: Exception, when: str) -> str:
     """The end of the engine, whose own words may have gone to the terminal alone."""
-    told = memory.told("vLLM's engine died", memory.chain(error), when)
-    if told != "vLLM's engine died":
-        return told
-    return f"{told}, in {when} of actor_infer. Its own messages above tell why. Fix: after an out-of-memory lower {memory.KEYS}"
+    reported = MEMORY.explained("vLLM's engine died", chain(error), when)
+    if reported != "vLLM's engine died":
+        return reported
+    return f"{reported}, in {when} of actor_infer. Its own messages above say why. Fix: after an out-of-memory lower {KEYS}"
 
 
-def _told(error: Exception) -> str:
+def _failed(error: Exception) -> str:
     cause = error.__cause__ if error.__cause__ is not None and not str(error) else error
-    _, found, reason = one_line(cause).partition(_CALL_FAILED)
-    return f"vLLM failed: {reason if found else f'{type(cause).__name__}: {one_line(cause)}'}"
+    _, found, reason = _words(cause).partition(_CALL_FAILED)
+    return f"vLLM failed: {reason if found else f'{type(cause).__name__}: {_words(cause)}'}"
 
 
-def one_line(error: BaseException) -> str:
+def _words(error: BaseException) -> str:
     """An error's words on one line: vLLM's validation errors have the reason on their second."""
     return " ".join(str(error).split())[:400] or type(error).__name__

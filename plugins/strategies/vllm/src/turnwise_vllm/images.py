@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
-_declared: list[Any] = []
-"""torch.library keeps definitions only as long as their Library lives."""
+from turnwise_serving.engine import turnwise_child
 
 
 @frozen(eq=False)
@@ -42,6 +41,7 @@ class Pictures:
 
         places, out = iter(np.flatnonzero(self._vision.in_prompt(ids, images)).tolist()), []
         for image in images:
+            # The mask holds all tokens of an image: the first is its place, the others are passed over.
             offset, length = next(places), self._vision.tokens(image)
             for _ in range(length - 1):
                 next(places)
@@ -74,6 +74,7 @@ def engine_input(ids: list[int], pictures: Sequence[Picture]) -> Any:
     if not pictures:
         return tokens_input(ids)
     places = [PlaceholderRange(offset=picture.offset, length=picture.length) for picture in pictures]
+    # vLLM finds an image's features in its cache by this name, so equal pixels have equal ones.
     return mm_input(ids, items(pictures), {"image": [picture.digest for picture in pictures]}, {"image": places})
 
 
@@ -89,22 +90,11 @@ def features(pictures: Sequence[Picture]) -> dict[str, Any]:
 
 
 def declare_torchvision() -> None:
-    """Declare the two operators for which torchvision's Python registers fakes, where its compiled part cannot be loaded.
-
-    The wheel of the package index is linked to CUDA: beside a CPU build of torch it does not import without them. Before torchvision is imported.
-    """
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None or _declared:
+    """What a CPU build of torch lacks for torchvision's wheel, declared before torchvision is imported: in this process, and in the one in which
+    vLLM inspects a model's class, which knows nothing of this one."""
+    if not turnwise_child.declare_torchvision():
         return
-    import torch
+    from vllm.model_executor.models import registry
 
-    for compiled in Path(spec.origin).parent.glob("_C*.so"):
-        try:
-            torch.ops.load_library(str(compiled))
-        except OSError:
-            continue
-        return
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _declared.append(library)
+    # vLLM looks at a model's class in a process of its own, once for a cache folder: its program is replaced by one that declares them, too.
+    registry._SUBPROCESS_COMMAND = [sys.executable, "-m", "turnwise_vllm.inspection"]

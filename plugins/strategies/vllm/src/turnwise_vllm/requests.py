@@ -12,6 +12,7 @@ from turnwise.contracts.chat import Chat
 from turnwise.contracts.inference import GeneratingArgs, Request, checked_ids
 from turnwise.data.trajectory import Generation, float32, int32
 from turnwise.errors import EngineError
+from turnwise_serving.answers import cut, token_versions
 
 COLDEST = 0.01
 """vLLM raises a temperature between 0 and this one to this one."""
@@ -49,8 +50,10 @@ def sampling(request: Request, room: int, stop_ids: Sequence[int]) -> dict[str, 
         "top_k": args.top_k,
         "seed": request.seed % 2**63,
         "stop_token_ids": list(stop_ids),
-        "ignore_eos": True,  # the chat's stop ids hold it, if it ends a turn
-        "logprobs": 0,  # of the sampled token alone
+        # The chat's stop ids hold it, if it ends a turn.
+        "ignore_eos": True,
+        # The log-prob of the sampled token alone.
+        "logprobs": 0,
         "detokenize": bool(args.stop_strings),
         "skip_special_tokens": False,
     }
@@ -72,34 +75,9 @@ def are_ours(args: GeneratingArgs, mode: str) -> bool:
 def generation(answer: Answer, request: Request, chat: Chat, mode: str) -> Generation:
     """The answer by our contract. Raises EngineError: log-probs that are no numbers, tokens without a version."""
     ids = int32(answer.ids)
+    # None where they are of another definition: the trainer then computes its own.
     logprobs = float32(answer.logprobs) if are_ours(request.args, mode) else None
     if not np.isfinite(answer.logprobs).all():
         raise EngineError("the model's logits are not finite, so nothing can be sampled. Fix: look at the last updates (learning rate, dtype)")
     finish: Any = answer.finish if answer.finish in ("length", "abort") else "stop"
-    return Generation(_cut(chat.decode(ids), request.args), ids, logprobs, versions_of(answer), finish)
-
-
-def versions_of(answer: Answer) -> np.ndarray:
-    """int32 [n]: the weight version under which each token was sampled; 0 where the engine was never told one."""
-    versions = np.zeros(len(answer.ids), np.int32)
-    covered = 0
-    for name, start, end in answer.spans:
-        versions[start:end] = number(name)
-        covered += end - start
-    if covered != len(answer.ids):
-        raise EngineError(f"vLLM told the weight version of {covered} of {len(answer.ids)} tokens")
-    return versions
-
-
-def number(version: str) -> int:
-    """vLLM's version label as our number; its own first label ("default") is 0."""
-    return int(version) if version.isdecimal() else 0
-
-
-def _cut(text: str, args: GeneratingArgs) -> str:
-    """The text up to its first stop string, with or without it."""
-    found = [(place, string) for string in args.stop_strings if (place := text.find(string)) >= 0]
-    if not found:
-        return text
-    place, string = min(found)
-    return text[: place + len(string)] if args.include_stop_str_in_output else text[:place]
+    return Generation(cut(chat.decode(ids), request.args), ids, logprobs, token_versions(answer.spans, len(ids), "vLLM"), finish)

@@ -20,6 +20,7 @@ def take_back_draws() -> None:
     def booked(self: Any, *args: Any, **kwargs: Any) -> Any:
         generators, unwanted = self.input_batch.generators, self._turnwise_unwanted
         for row in unwanted:
+            # A generator that vLLM does not find it does not set back by an offset.
             del generators[row]
         try:
             return keep_books(self, *args, **kwargs)

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import signal
-import threading
-import time
 
+from turnwise_serving.engine.turnwise_child import end_with_the_starter
 from turnwise_vllm.images import declare_torchvision
 
-_LOOK = 1.0
-
-
-def end_with(parent: int) -> None:
-    """End this process group as soon as the parent has gone without ending it."""
-    while os.getppid() == parent:
-        time.sleep(_LOOK)
-    os.killpg(os.getpgrp(), signal.SIGTERM)
-
+_PATIENCE = 10.0
 
 declare_torchvision()
 
 if __name__ == "__main__":
-    threading.Thread(target=end_with, args=(int(os.environ["TURNWISE_VLLM_PARENT"]),), daemon=True).start()
+    end_with_the_starter(patience=_PATIENCE)
     # This module stays `__main__`, which multiprocessing imports in each child.
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

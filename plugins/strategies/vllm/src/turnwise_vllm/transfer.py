@@ -68,6 +68,7 @@ class Receiver(WeightTransferEngine):
         """From now on loaded tensors wait until their layer is complete."""
         self._names: set[str] = set()
         self._loaded: set[str] | None = set()
+        # Loading straight into the layers fails on a CPU, whose kernels have packed their weights.
         initialize_layerwise_reload(self.model)
         if self.device.type == "cpu":
             _forget_expert_kernels(self.model)
@@ -108,6 +109,7 @@ class Receiver(WeightTransferEngine):
         """With tied embeddings the matrix under both of its names: vLLM keeps the output's own (packed) copy, which would stay old."""
         tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         for name, tensor in weights:
+            # It comes with the embedding below, whether the trainer offers it or not.
             if tied and name == _HEAD:
                 continue
             self._names.add(name)
@@ -135,7 +137,8 @@ class Receiver(WeightTransferEngine):
 
     def _missing_parameters(self) -> list[str]:
         if self._loaded is None or self.model_config.quantization is not None:
-            return []  # vLLM does not tell what it loaded, or has parameters that no checkpoint holds
+            # vLLM does not say what it loaded, or has parameters that no checkpoint holds.
+            return []
         return sorted({name for name, _ in self.model.named_parameters()} - self._loaded)
 
 
@@ -165,7 +168,8 @@ class WorkerExtension:
         self.remove_lora(adapters.NUMBER)
         request = LoRARequest(adapters.NAME, adapters.NUMBER, adapters.ZEROS)
         self.model_runner.lora_manager.add_dummy_lora(request, rank)
-        self.add_lora(request)  # it is there, so its path is not read
+        # It is there already, so its path, which is no folder, is not read.
+        self.add_lora(request)
 
     def load_adapters(self: Any, folder: str) -> list[str]:
         """Put the PEFT adapters in `folder` in the place of those that requests ask for. Returns the modules that got none of them here.
@@ -182,6 +186,7 @@ class WorkerExtension:
         except ValueError as error:
             raise EngineError(f"vLLM does not take these adapters ({error}). {_OTHER_TARGET}") from error
         loaded = manager.get_adapter(adapters.NUMBER)
+        # vLLM takes adapters for modules that this stage does not hold, and passes over them in silence.
         used = {id(manager._get_lora_layer_weights(loaded, name)) for name in manager.modules}
         return sorted(name for name, weights in loaded.loras.items() if id(weights) not in used)
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import os
 import sys
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 ON = os.environ.get("TURNWISE_SGLANG_CPU") == "1"
@@ -28,28 +26,12 @@ _libraries: list[Any] = []
 
 def prepare() -> None:
     """Before SGLang is imported."""
+    import turnwise_child  # type: ignore[import-not-found]
+
+    # At the end, so that a kernel package that is installed is found before the stand-in.
     sys.meta_path.append(_NativeKernels())
-    _declare_torchvision()
+    turnwise_child.declare_torchvision()
     _allow_pinning()
-
-
-def _declare_torchvision() -> None:
-    """Declare the schemas for which torchvision's Python registers fakes, where its compiled part cannot be loaded (a CUDA wheel)."""
-    import torch
-
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None:
-        return
-    for compiled in Path(spec.origin).parent.glob("_C*.so"):
-        try:
-            torch.ops.load_library(str(compiled))
-        except OSError:
-            continue
-        return
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _libraries.append(library)
 
 
 def _allow_pinning() -> None:
@@ -82,6 +64,7 @@ class _NativeKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _missing(name: str) -> Callable[..., NoReturn]:
+    # Python's own questions, such as for __path__, are not answered with an operator.
     if name.startswith("__"):
         raise AttributeError(name)
 
@@ -127,6 +110,7 @@ def murmur_hash32(seed: Any, positions: Any, columns: Any) -> Any:
     for block in (seed & low, (seed >> 32) & low, positions.to(torch.int64) & low):
         state = _mixed(state, block)
     state = _mixed(state[:, None], columns.to(torch.int64)[None])
+    # The length of what was hashed, in bytes: four blocks of four.
     state = state ^ 16
     state = ((state ^ (state >> 16)) * 0x85EBCA6B) & low
     state = ((state ^ (state >> 13)) * 0xC2B2AE35) & low

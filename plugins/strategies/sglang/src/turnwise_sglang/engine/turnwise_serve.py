@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
-import turnwise_cpu  # type: ignore[import-not-found]  # it stands beside this file, which is run as a script
+# Before what stands there is imported.
+sys.path.append(os.environ["TURNWISE_SERVING_ENGINE"])
+
+import turnwise_child  # type: ignore[import-not-found]
+import turnwise_cpu  # type: ignore[import-not-found]
 
 LONGEST = 80
 """Characters of a folder in which a unix socket still has room for its name."""
@@ -50,7 +51,7 @@ def check(arguments: dict[str, Any]) -> dict[str, list[str]]:
 
 def serve(arguments: dict[str, Any], folder: Path) -> None:
     """SGLang's HTTP server, until it is stopped or the starter's end of standard input closes."""
-    threading.Thread(target=_end_with_the_starter, args=(folder,), name="turnwise-starter", daemon=True).start()
+    turnwise_child.end_with_the_starter(lambda: _forget_loads(folder))
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
@@ -90,7 +91,10 @@ def _let_adapters_go() -> None:
 
 
 def _leave_traces_in(folder: Path) -> None:
-    """The sockets of this process's making come to lie in the folder; the file in /dev/shm, by which the processes tell their load, has its name."""
+    """The sockets of this process's making come to lie in the folder.
+
+    The file in /dev/shm, by which the processes report their load, has its name.
+    """
     from sglang.srt.server_args import PortArgs
 
     if len(str(folder)) < LONGEST:
@@ -105,14 +109,9 @@ def _leave_traces_in(folder: Path) -> None:
     PortArgs.init_new = staticmethod(init_new)
 
 
-def _end_with_the_starter(folder: Path) -> None:
-    # The bare descriptor: a daemon thread inside sys.stdin's buffer would hold its lock when the interpreter ends.
-    while os.read(0, 1024):
-        pass
+def _forget_loads(folder: Path) -> None:
     for path in Path("/dev/shm").glob(f"sglang_loads_{folder.name}_*"):
         path.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 if __name__ == "__main__":
@@ -121,5 +120,6 @@ if __name__ == "__main__":
         print(json.dumps(check(given)))
     else:
         serve(given, Path(sys.argv[2]).parent)
+# In a process that SGLang spawned, where tokens are sampled.
 elif turnwise_cpu.ON:
     turnwise_cpu.allow_seeds()

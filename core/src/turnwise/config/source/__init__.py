@@ -1,0 +1,1 @@
+"""Where plain data come from: YAML files, what they include, overrides and interpolation."""

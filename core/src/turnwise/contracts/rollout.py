@@ -1,0 +1,146 @@
+"""Rollouts as data (tags to play, settings, one attempt at an episode, a batch of trajectories), and the executor that plays them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from attrs import Attribute, field, frozen
+
+from turnwise.contracts.env_manager import EnvManager, Limits
+from turnwise.contracts.inference import GeneratingArgs, InferenceBackend
+from turnwise.data.trajectory import Sample, Trajectory
+from turnwise.errors import ConfigError, EnvironmentFailure, TurnwiseError
+
+StepMode = Literal["inline", "thread", "process"]
+
+Frame = np.ndarray | str
+"""What an environment's `render()` returns: uint8 H×W×3, or text."""
+
+
+def _failure_rate(_: object, __: Attribute[float], value: float) -> None:
+    if not 0 <= value < 1:
+        raise ConfigError(
+            f"max_env_failure_rate is {value}. Fix: choose at least 0 and less than 1 (at 1 a broken environment would be tried for ever)."
+        )
+
+
+@frozen(eq=False)
+class TagPlan:
+    """One tag to play: `groups` groups of `group_size` episodes a step.
+
+    `build` makes one environment (picklable for `step: process`). `step`: where its calls run. `max_concurrent_steps`: how many `reset`
+    and `step` calls of the tag may run at once (None: all). `num_tasks`: the rows of a data-set environment, which is reset with
+    `options={"index": i}`; None for every other. `manager_builder`: makes the manager again in another process, by name.
+    `samplers`: make the further models of its episodes, players that take messages (Episode.samplers).
+    """
+
+    tag: str
+    build: Callable[[], Any]  # Any: an environment's methods may be coroutines, which no one protocol says
+    manager: EnvManager
+    limits: Limits
+    groups: int
+    group_size: int
+    step: StepMode = "thread"
+    max_concurrent_steps: int | None = None
+    num_tasks: int | None = None
+    manager_builder: Callable[[], EnvManager] | None = None
+    samplers: Mapping[str, Callable[[], InferenceBackend]] = field(factory=dict)
+
+
+@frozen
+class RolloutSettings:
+    """`seed`: the run's seed (`val_seed` for evaluation). Timeouts in seconds. `max_env_retries`: further attempts of a failed episode.
+    `max_env_failure_rate`: failed attempts per episode of a batch past which the run stops, 0 ≤ rate < 1 (else ConfigError).
+    `max_concurrent`: episodes alive at once in one worker, of which an executor has one or more (None: all). `evaluation`: fixed tasks, nothing
+    replaced, no training samples.
+    `async_generation_ratio`: how many steps ahead of the weights groups may start; 0 is synchronous. `max_steps`: the steps of
+    the run, past which no group is started (None: no end)."""
+
+    seed: int
+    step_timeout: float = 60.0
+    reset_timeout: float = 60.0
+    request_timeout: float = 600.0
+    max_env_retries: int = 2
+    max_env_failure_rate: float = field(default=0.2, validator=_failure_rate)
+    max_concurrent: int | None = None
+    evaluation: bool = False
+    generating_args: GeneratingArgs = field(factory=GeneratingArgs)
+    async_generation_ratio: int = 0
+    max_steps: int | None = None
+
+
+@frozen(eq=False)
+class RolloutResult:
+    """One batch of episodes, in (group, member) order.
+
+    `samples[i]`: the training rows of `trajectories[i]` (empty in evaluation). `counts`: `episodes`, `turns`, `sampled_tokens` of these
+    trajectories; `planned_episodes`, `attempts`, `env_failures` (failed attempts, timeouts among them), `env_timeouts`, `retries`,
+    `dropped_members`, `replaced_groups`, `discarded_episodes` (whole ones of replaced groups). `frames`: (tag, group, member) → what
+    `render()` returned after `reset` and after each step. `failures`: one line for each failed attempt, with its cause.
+    """
+
+    trajectories: list[Trajectory]
+    samples: list[list[Sample]]
+    counts: dict[str, float]
+    frames: dict[tuple[str, int, int], list[Frame]]
+    failures: list[str]
+
+
+@frozen(eq=False)
+class EpisodeSpec:
+    """One attempt at one episode, as plain data: everything that its seeds follow from. `rendered`: its frames are wanted."""
+
+    tag: str
+    group: int
+    member: int
+    attempt: int
+    seed: int
+    options: dict[str, int] | None = None
+    rendered: bool = False
+
+
+@frozen(eq=False)
+class Played:
+    """A finished episode: its trajectories, one for each role, the training samples of each (none in evaluation), and frames (None if they
+    were not wanted)."""
+
+    trajectories: list[Trajectory]
+    samples: list[list[Sample]]
+    frames: list[Frame] | None
+
+
+class EnvironmentTimeout(EnvironmentFailure):
+    """A call to an environment did not return in time."""
+
+
+class WorkerLost(EnvironmentFailure):
+    """The worker that played an episode is gone. `counts`: whether this is the one episode by which the loss is counted as a failure of an
+    environment; the others that the worker played are retried without being counted."""
+
+    def __init__(self, text: str, counts: bool = True) -> None:
+        super().__init__(text)
+        self.counts = counts
+
+
+class Executor(Protocol):
+    """Plays episodes, many at once."""
+
+    workers: int
+    """How many workers there are, each of which may hold `max_concurrent` episodes."""
+
+    async def play(self, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]) -> Played:
+        """Play one attempt to its end.
+
+        Raises EnvironmentFailure where the environment failed (the episode may be tried again), any other TurnwiseError where the batch
+        cannot go on. `stop` is called with an EngineError when the backend does not answer in time, while the attempt still hangs."""
+        ...
+
+    async def abort(self) -> None:
+        """Every `play` was cancelled: drop the requests that they waited for, without waiting for what hangs."""
+        ...
+
+    async def close(self) -> None:
+        """Close every environment; may be called twice."""
+        ...

@@ -1,0 +1,32 @@
+"""Where the seconds of a step go: one clock for all rooms of the pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class Clock:
+    """Seconds by phase (`rollout`, `actor_train`, …) since the last `take`; a phase may come more than once, or within another."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What is done meanwhile counts for `name`, a failure included."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def seconds(self, name: str) -> float:
+        """Of one phase so far, 0 if it was not."""
+        return self._seconds.get(name, 0.0)
+
+    def take(self) -> dict[str, float]:
+        """All phases, and begin anew."""
+        taken, self._seconds = self._seconds, {}
+        return taken

@@ -1,0 +1,125 @@
+"""Where the episodes of a step come from: they are played, played and written down, or read as they were written."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from turnwise.config.schema import RunConfig
+from turnwise.contracts.rollout import RolloutResult
+from turnwise.errors import CheckpointError
+from turnwise.rollout import Scheduler, mock
+
+
+class RolloutSource(Protocol):
+    """The source of a run's training episodes. The loop asks for one step after the other; what is played ahead of it is the source's affair."""
+
+    async def next(self, step: int, version: int) -> RolloutResult:
+        """The episodes of pipeline step `step`, while the backend serves the weights of `version`. Raises EngineError, EnvironmentFailure past
+        `max_env_failure_rate`, ConfigError for rollouts that cannot be read or written."""
+        ...
+
+    async def settled(self, version: int) -> None:
+        """Wait until the weights of `version` may take the place of those that serve."""
+        ...
+
+    async def hold(self) -> None:
+        """Let nothing of the training play until `release`: an evaluation has the backend for itself."""
+        ...
+
+    async def release(self) -> None:
+        """Undo `hold`."""
+        ...
+
+    def state(self) -> dict[str, Any]:  # Any: JSON data of the source's own, which a checkpoint carries
+        """What a checkpoint must hold of what was played and not yet trained."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:  # Any: as `state`
+        """Take up a state of `state()`. Raises CheckpointError for one that this source cannot go on with."""
+        ...
+
+    async def close(self) -> None:
+        """End what still plays; may be called twice."""
+        ...
+
+
+class Live:
+    """Episodes are played by the scheduler, those of a step when they are asked for. So nothing plays between two calls of `next`: weights may
+    change and an evaluation may begin at any time then, without a word to the scheduler."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    async def next(self, step: int, version: int) -> RolloutResult:
+        """Play the step."""
+        return await self._scheduler.next_batch(step, version=version)
+
+    async def settled(self, version: int) -> None:
+        """At once."""
+
+    async def hold(self) -> None:
+        """Nothing plays."""
+
+    async def release(self) -> None:
+        """Nothing was held."""
+
+    def state(self) -> dict[str, Any]:  # Any: as RolloutSource.state
+        """The scheduler's."""
+        return self._scheduler.state()
+
+    def restore(self, state: dict[str, Any]) -> None:  # Any: as RolloutSource.state
+        """The scheduler's."""
+        self._scheduler.load_state(state)
+
+    async def close(self) -> None:
+        """Close the scheduler."""
+        await self._scheduler.close()
+
+
+class Dumping(Live):
+    """`rollout_mock: {mode: dump}`: what is played is written down, too."""
+
+    def __init__(self, scheduler: Scheduler, config: RunConfig) -> None:
+        super().__init__(scheduler)
+        self._config = config
+
+    async def next(self, step: int, version: int) -> RolloutResult:
+        """Play the step and write it."""
+        played = await super().next(step, version)
+        await asyncio.to_thread(mock.write, self._config, step, played)
+        return played
+
+
+class Dumped:
+    """`rollout_mock: {mode: mock}`: nothing is played, every step is read from its file."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+
+    async def next(self, step: int, version: int) -> RolloutResult:
+        """Read the step, whatever version played it."""
+        return await asyncio.to_thread(mock.read, self._config, step)
+
+    async def settled(self, version: int) -> None:
+        """At once."""
+
+    async def hold(self) -> None:
+        """Nothing plays."""
+
+    async def release(self) -> None:
+        """Nothing was held."""
+
+    def state(self) -> dict[str, Any]:  # Any: as RolloutSource.state
+        """An empty queue, as a scheduler between two steps has it, so that a run may go on by playing."""
+        return {"queue": []}
+
+    def restore(self, state: dict[str, Any]) -> None:  # Any: as RolloutSource.state
+        """Raises CheckpointError where groups wait that were played: the files hold others."""
+        if state.get("queue") != []:
+            raise CheckpointError(
+                "the checkpoint holds groups that were played and not trained, and rollout_mock reads others. Fix: resume without rollout_mock."
+            )
+
+    async def close(self) -> None:
+        """There is nothing to close."""

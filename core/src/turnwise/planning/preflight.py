@@ -1,0 +1,381 @@
+"""Everything that can be known before a run starts: what is wrong in the configuration, and, apart from it, what this machine lacks."""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from turnwise.config.relations import rows_per_update, strategy_capabilities
+from turnwise.config.schema import Choice, RunConfig
+from turnwise.contracts.batch_adjust import AdjustContext
+from turnwise.contracts.estimator import EstimatorContext
+from turnwise.contracts.group_filter import FilterContext
+from turnwise.contracts.inference import BackendCapabilities, GeneratingArgs
+from turnwise.contracts.train import StrategyCapabilities
+from turnwise.declared import declared
+from turnwise.devices import visible_gpus
+from turnwise.errors import CheckpointError, ConfigError, MachineError, PluginError, Problem, TurnwiseError, one_line, pip_install
+from turnwise.importing import StrangerError, guarded
+from turnwise.planning import assembly, resume, transport
+from turnwise.planning.schedules import schedule_of
+from turnwise.plugins import registry
+from turnwise.rollout import mock
+
+_FEWER = "Fix: use devices that are here"
+
+
+@frozen
+class Findings:
+    """One line each: `config` is for the author of the YAML, `machine` for whoever provides the machine."""
+
+    config: list[str]
+    machine: list[str]
+
+
+def preflight(config: RunConfig, base: Path, lacks: Sequence[str] = (), missing: Sequence[str] = ()) -> Findings:
+    """Look at everything a training run will need, without starting anything. `lacks` and `missing`: what is known not to be here (Loaded)."""
+    wrong: list[str] = []
+    lacks = list(lacks)
+    config = assembly.with_seed_files(config, base)
+    for role, choice in _roles(config):
+        kind = "inference_backend" if role == "actor_infer" else "train_strategy"
+        lacks += _devices(config, role)
+        wrong += _one_process(config, role)
+        for problem in _role_problems(config, role, kind, choice):
+            (lacks if problem.machine else wrong).append(str(problem))
+        wrong += [*_undividable(config, role, wrong), *_sleepless(config, role)]
+    if (config.num_gpus_per_node or 0) > (gpus := visible_gpus()):
+        lacks.append(f"num_gpus_per_node: {config.num_gpus_per_node} GPUs are expected, found {gpus}. Fix: the number there is, or remove the key")
+    wrong += [
+        *_environment_variables(config),
+        *_transport_problems(config),
+        *_schedule_problems(config),
+        *_other_problems(config),
+    ]
+    lacks += [
+        f"{kind} {name!r} needs {package}, not installed. Fix: install it, or name another" for kind, name, package in _missing_packages(config)
+    ]
+    wrong += _environment_problems(config, base)
+    if not wrong:
+        wrong += _source_problems(config, base)
+    wrong += mock.problems(config)
+    lacks += _folder_problems(config)
+    try:
+        # Sizes alone, which takes no time: the run itself compares the contents.
+        resume.to_resume(config.resume_from_checkpoint, assembly.Folders.of(config).checkpoints, contents=False)
+    except CheckpointError as error:
+        wrong.append(str(error))
+    return Findings(list(dict.fromkeys([*missing, *wrong])), list(dict.fromkeys(lacks)))
+
+
+def refuse(findings: Findings) -> None:
+    """Raise ConfigError or MachineError with every finding; nothing was started."""
+    if findings.config:
+        raise ConfigError(findings.config, [f"machine: {line}" for line in findings.machine])
+    if findings.machine:
+        raise MachineError("\n".join(findings.machine))
+
+
+def _roles(config: RunConfig) -> Iterator[tuple[str, Choice | None]]:
+    yield "actor_train", config.actor_train.strategy_args
+    yield "actor_infer", config.actor_infer.strategy_args
+    if assembly.needs_reference(config):
+        yield "reference", assembly.role_of(config, "reference").strategy_args
+    if config.critic is not None:
+        yield "critic", config.critic.strategy_args
+
+
+def _role_problems(config: RunConfig, role: str, kind: str, choice: Choice | None) -> Iterator[Problem]:
+    """What keeps the implementation of a role from being built: its choice, and what it says itself."""
+    if choice is None:
+        yield Problem(f"{role}.strategy_args", "missing. Fix: name a strategy, as in strategy_args: {strategy_name: torch}.")
+        return
+    try:
+        entry = registry().find(kind, choice.name)
+        if entry.missing:
+            return
+        target = entry.target()
+    except PluginError as error:
+        yield Problem("", str(error))
+        return
+    if lacks := _lacking(kind, target):
+        yield Problem("", f"{kind} {choice.name!r} (from {entry.owner}) lacks {', '.join(lacks)} of its contract. Fix: repair the plugin.")
+        return
+    # The model is prepared later, so the path is empty here, as the contracts say.
+    plan = assembly.serve_plan(config, Path(), None) if kind == "inference_backend" else assembly.train_plan(config, role, Path())
+    try:
+        with guarded():
+            said = list(target.check(plan.config, plan.context))
+            if odd := [one for one in said if not isinstance(one, Problem)]:
+                raise TypeError(f"it gave {odd[0]!r:.60}, which is no turnwise.errors.Problem")
+        declared(BackendCapabilities if kind == "inference_backend" else StrategyCapabilities, choice.name, choice.config)
+    except StrangerError as failure:
+        yield Problem("", f"{kind} {choice.name!r} (from {entry.owner}): its check failed: {one_line(failure.error)}. Fix: repair the plugin.")
+    except PluginError as error:
+        yield Problem("", str(error))
+    else:
+        yield from said
+
+
+def _environment_variables(config: RunConfig) -> Iterator[str]:
+    """Two values of one variable for roles that a runtime keeps in one process."""
+    seen: dict[str, tuple[str, str]] = {}
+    for role, _ in _roles(config) if assembly.runtime_capabilities(config).one_process else ():
+        for name, value in assembly.role_of(config, role).system_envs.items():
+            other, before = seen.setdefault(name, (role, value))
+            if before != value:
+                yield (
+                    f"$.{role}.system_envs.{name}: {value!r} here, {before!r} for {other}; runtime {config.runtime.name!r} has one process. "
+                    "Fix: one value for both."
+                )
+
+
+def _transport_problems(config: RunConfig) -> list[str]:
+    """What the run would say of trainer and backend together, where each of them alone is fine."""
+    for kind, choice in (("train_strategy", config.actor_train.strategy_args), ("inference_backend", config.actor_infer.strategy_args)):
+        target = _target(kind, choice)
+        if target is None or _lacking(kind, target):
+            return []
+    try:
+        chosen_transport = transport.choose(config)
+    except ConfigError as error:
+        return error.problems
+    except PluginError:  # of the runtime: reported elsewhere
+        return []
+    correction = config.train_infer_correction
+    compared = correction is not None and correction.active and config.recompute_old_logprobs == "auto"
+    return [transport.COMPARES_WITH_ITSELF] if compared and chosen_transport == "shared" else []
+
+
+def _target(kind: str, choice: Choice | None) -> Any:
+    """The class of a choice, None where it cannot be loaded (reported elsewhere)."""
+    try:
+        return registry().find(kind, choice.name).target() if choice is not None else None
+    except PluginError:
+        return None
+
+
+def _schedule_problems(config: RunConfig) -> list[str]:
+    """What fits neither the schedule, nor the learning rate, nor the number of steps."""
+    lines = []
+    for name in ("actor_train", "critic"):
+        role = getattr(config, name)
+        if role is None:
+            continue
+        try:
+            problems = schedule_of(role, config.max_steps).check(role.training_args.learning_rate, config.max_steps)
+        except ConfigError as error:
+            problems = error.problems
+        lines += [f"$.{name}.training_args.{line.removeprefix('training_args.')}" for line in problems]
+    return lines
+
+
+NEEDED = {
+    "train_strategy": ("transports", "check"),
+    "inference_backend": ("input", "transports", "check", "receivers"),
+    "advantage_estimator": ("token_rewards", "whiten", "normalization", "compute"),
+    "group_filter": ("keep",),
+    "batch_adjust": ("plan", "updates"),
+}
+"""What is read here of the classes of roles, and by the loop of the implementations that are built here."""
+
+
+def _lacking(kind: str, one: Any) -> list[str]:
+    """Members of its contract that an implementation does not have."""
+    return [name for name in NEEDED[kind] if not hasattr(one, name)]
+
+
+def _other_problems(config: RunConfig) -> Iterator[str]:
+    """Implementations without a role: each is imported; those that are pure arithmetic are built, for they judge their settings."""
+    contexts = {
+        "advantage_estimator": EstimatorContext(seed=config.seed),
+        "group_filter": FilterContext(seed=config.seed),
+        "batch_adjust": AdjustContext(rows_per_update(config.actor_train), config.rollout_batch_size),
+    }
+    for kind, choice in chosen(config):
+        if kind in ("inference_backend", "train_strategy") or (kind == "environment" and _absent(choice.name)):
+            continue
+        try:
+            entry = registry().find(kind, choice.name)
+            if entry.missing:
+                continue
+            target = entry.target()
+            # Environments take keyword arguments, and managers are built with their tags by `_environment_problems`.
+            odd = "" if kind in ("environment", "env_manager") else _signature_problem(target, choice)
+            if odd:
+                yield f"{kind} {choice.name!r} (from {entry.owner}) cannot be built with (config, context): {odd}. Fix: repair the plugin."
+            elif kind in contexts:
+                built = assembly.build(kind, choice, contexts[kind])
+                if lacks := _lacking(kind, built):
+                    yield f"{kind} {choice.name!r} (from {entry.owner}) lacks {', '.join(lacks)} of its contract. Fix: repair the plugin."
+        except TurnwiseError as error:
+            yield from str(error).split("\n")
+        except Exception as error:  # a stranger's constructor may raise anything
+            yield f"{kind} {choice.name!r} (from {entry.owner}) cannot be built: {one_line(error)}. Fix: repair the plugin, or its options."
+    for choice in config.baselines:
+        target = _target("inference_backend", choice)
+        if target is not None and not _lacking("inference_backend", target) and target.input != "messages":
+            yield f"$.baselines: {choice.name!r} needs a model, so it is no baseline. Fix: name players, such as random."
+    for tag, env in config.custom_envs.items():
+        for name, choice in env.samplers.items():
+            target = _target("inference_backend", choice)
+            if target is not None and not _lacking("inference_backend", target) and target.input != "messages":
+                where = f"$.custom_envs.{tag}.samplers.{name}"
+                yield f"{where}: {choice.name!r} needs a model of its own, which a run does not place. Fix: name a player, such as openai or random."
+
+
+def _signature_problem(target: Any, choice: Choice) -> str:
+    """Why `target` cannot be called as plugins are, or the empty string."""
+    options = choice.options if choice.config is None else {}
+    try:
+        inspect.signature(target).bind(choice.config, None, **options)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # a class that has no signature
+        return ""
+    return ""
+
+
+def _devices(config: RunConfig, role: str) -> list[str]:
+    """GPUs that this machine lacks, where it is this machine's that the runtime would give to the role."""
+    mapping = assembly.role_of(config, role).device_mapping
+    if not assembly.runtime_capabilities(config).counts_devices:
+        return []
+    found = visible_gpus()
+    if mapping and max(mapping) >= found:
+        needed = f"{role}: device_mapping needs {max(mapping) + 1} GPU{'s' if max(mapping) else ''}, found {found}"
+        return [f"{needed}. {_FEWER}"]
+    least = 0 if mapping else assembly.runtime_capabilities(config).least_devices
+    if least > found:
+        needed = f"{role}: runtime {config.runtime.name!r} gives a role without device_mapping {least} GPU{'s' if least > 1 else ''}, found {found}"
+        return [f"{needed}. {_FEWER}"]
+    return []
+
+
+def _undividable(config: RunConfig, role: str, reported: Sequence[str]) -> list[str]:
+    """Devices that hold no whole number of the engine's copies, if the engine's own check has not reported it."""
+    mapping = assembly.role_of(config, role).device_mapping
+    sampler = role == "actor_infer"
+    known = assembly.backend_capabilities(config) if sampler else strategy_capabilities(assembly.role_of(config, role))
+    size = known.data_parallel_size
+    given = 0 if mapping or role != "actor_infer" else _given(config)
+    if size is None or not (mapping or given):
+        return []
+    try:
+        size(len(mapping) or given)
+    except ValueError as error:
+        has = f" is missing: runtime {config.runtime.name!r} gives such a role {given} GPU{'s' if given > 1 else ''}, and" if given else ":"
+        return [] if any(str(error) in line for line in reported) else [f"$.{role}.device_mapping{has} {error}. Fix: other sizes, or other devices"]
+    return []
+
+
+def _given(config: RunConfig) -> int:
+    """GPUs that the runtime gives to a sampler that names none; 0: those that the engine finds, or none, as where it is attached to."""
+    return len(assembly.devices(config)["actor_infer"])
+
+
+def _sleepless(config: RunConfig, role: str) -> list[str]:
+    """A training role on GPUs that the sampler does not leave when its turn is over."""
+    devices = assembly.devices(config)
+    shared = set(devices[role]) & set(devices["actor_infer"])
+    if role == "actor_infer" or not shared or not assembly.runtime_capabilities(config).counts_devices:
+        return []
+    why = assembly.backend_capabilities(config).cannot_sleep
+    number = ", ".join(map(str, sorted(shared)))
+    return [f"$.actor_infer.device_mapping: {role} uses device {number} in turns with it, and {why}"] if why else []
+
+
+def _one_process(config: RunConfig, role: str) -> list[str]:
+    """A training role of several devices where the runtime has one process, which drives one device."""
+    mapping = assembly.role_of(config, role).device_mapping
+    if role == "actor_infer" or len(mapping) < 2 or not assembly.runtime_capabilities(config).one_process:
+        return []
+    return [
+        f"$.{role}.device_mapping: {len(mapping)} devices are as many training processes, and runtime {config.runtime.name!r} has one process: "
+        f"it needs runtime ray. Fix: runtime: ray, or one device; {pip_install('turnwise-ray[ray]')}"
+    ]
+
+
+def _missing_packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    for kind, choice in chosen(config):
+        try:
+            entry = registry().find(kind, choice.name)
+        except PluginError:
+            continue  # reported where it was named
+        if entry.missing:
+            yield kind.replace("_", " "), choice.name, ", ".join(entry.missing)
+
+
+def chosen(config: RunConfig) -> Iterator[tuple[str, Choice]]:
+    """Every implementation that the run names, with its kind."""
+    yield from (("inference_backend" if role == "actor_infer" else "train_strategy", c) for role, c in _roles(config) if c)
+    yield "advantage_estimator", config.adv_estimator
+    yield "policy_loss", config.pg_variant
+    yield "batch_adjust", config.batch_adjust_mode
+    yield "runtime", config.runtime
+    yield "model_source", config.model_source
+    yield from (("group_filter", c) for c in config.group_filters)
+    yield from (("logger", c) for c in config.track_with)
+    yield from (("inference_backend", c) for c in config.baselines)
+    for env in config.custom_envs.values():
+        yield "environment", Choice(env.env_type)
+        yield "env_manager", env.env_manager
+        yield from (("inference_backend", c) for c in env.samplers.values())
+
+
+def _environment_problems(config: RunConfig, base: Path) -> list[str]:
+    """Build one environment and the manager of every tag that is played."""
+    problems = []
+    for manager in (config.train_env_manager, config.val_env_manager):
+        if manager is None or any(_absent(config.custom_envs[tag].env_type) for tag in manager.tags):
+            continue
+        try:
+            assembly.tag_plans(config, manager, GeneratingArgs(), base)
+        except TurnwiseError as error:
+            problems += str(error).split("\n")
+        except (ValueError, TypeError) as error:
+            problems.append(f"custom_envs: {one_line(error)}. Fix: correct env_config, or the environment")
+    return problems
+
+
+def _absent(environment: str) -> bool:
+    """Whether no installed plugin brings this environment, which loading the configuration has reported."""
+    return not any(entry.name == environment for entry in registry().entries("environment"))
+
+
+def _source_problems(config: RunConfig, base: Path) -> list[str]:
+    try:
+        return assembly.model_source(config, base).check(config.pretrain)
+    except TurnwiseError as error:
+        return str(error).split("\n")
+
+
+def _folder_problems(config: RunConfig) -> list[str]:
+    folders = assembly.Folders.of(config)
+    named = {
+        "output_dir": folders.output,
+        "logging_dir": Path(config.logging_dir) if config.logging_dir else None,
+        "render_save_dir": folders.frames,
+        "rollout_dump_dir": Path(config.rollout_dump_dir) if config.rollout_dump_dir else None,
+        "rollout_mock.dump_dir": mock.file_of(config, 0).parent if mock.dumps(config) else None,
+    }
+    return [line for key, folder in named.items() if folder is not None and (line := _unwritable(key, folder))]
+
+
+def _unwritable(key: str, folder: Path) -> str:
+    """Why nothing can be written into `folder`, or the empty string. The folder itself is not made: its nearest parent is tried."""
+    parent = folder.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        return f"{key}: {parent} is not a folder. Fix: choose another {key}"
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            return ""
+    except OSError as error:
+        return f"{key}: {folder} cannot be written ({error.strerror}). Fix: choose another {key}"

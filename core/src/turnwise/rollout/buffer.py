@@ -1,0 +1,287 @@
+"""The groups of the steps that are under way: which wait, which play, which are finished; and all of that as plain data."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from attrs import define, field
+
+from turnwise.contracts.rollout import Played, RolloutResult, RolloutSettings, TagPlan
+from turnwise.errors import CheckpointError
+from turnwise.rollout.seeds import REPLACEMENT, environment_seed, task_index
+
+COUNTS = ("attempts", "retries", "env_failures", "env_timeouts", "dropped_members", "replaced_groups", "discarded_episodes")
+
+Place = tuple[int, int, int]
+"""An attempt of a run: (serial number of the group, member, attempt)."""
+
+
+@define(eq=False)
+class Group:
+    """The group in one slot of a step, or its `round`-th replacement. `local`: its place among the groups of its tag in the step.
+
+    `outcomes`: by member, what it played, None if it was given up. `attempts`: by member, the number of the attempt that
+    it is at, or begins with. `playing`: the members that are in the middle of one. `counts` and `failures` are the slot's:
+    a replacement goes on with those of the group that it replaces.
+    """
+
+    step: int
+    slot: int
+    local: int
+    round: int
+    plan: TagPlan
+    serial: int
+    seed: int
+    options: dict[str, int] | None
+    rendered: range
+    outcomes: dict[int, Played | None] = field(factory=dict)
+    attempts: dict[int, int] = field(factory=dict)
+    playing: set[int] = field(factory=set)
+    counts: Counter[str] = field(factory=Counter)
+    failures: list[tuple[Place, str]] = field(factory=list)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every member has an outcome."""
+        return len(self.outcomes) == self.plan.group_size
+
+    @property
+    def usable(self) -> int:
+        """Members that were played to their end."""
+        return sum(outcome is not None for outcome in self.outcomes.values())
+
+    def begin(self, member: int, attempt: int) -> Place:
+        """A member plays this attempt from now on."""
+        self.playing.add(member)
+        self.attempts[member] = attempt
+        self.counts["attempts"] += 1
+        self.counts["retries"] += attempt > 0
+        return self.serial, member, attempt
+
+
+@define(eq=False)
+class Step:
+    """The groups of one step, by slot: at any time one group in each. `render`: of how many episodes of a tag frames are wanted."""
+
+    number: int
+    render: int
+    planned: int
+    groups: dict[int, Group] = field(factory=dict)
+    unfinished: int = 0
+
+    def count(self, name: str) -> int:
+        """A number over all its groups and those that they replaced."""
+        return sum(group.counts[name] for group in self.groups.values())
+
+    def failed_tags(self) -> dict[str, int]:
+        """Failed attempts by tag, of the tags that have any."""
+        failed: Counter[str] = Counter()
+        for group in self.groups.values():
+            failed[group.plan.tag] += group.counts["env_failures"]
+        return {tag: count for tag, count in failed.items() if count}
+
+
+class GroupBuffer:
+    """Holds the groups of every admitted step until it is taken. It starts nothing and knows no clock.
+
+    Group s of step q has the serial number q·G + s (G: groups a step), its r-th replacement that plus r·2**32; seeds and
+    tasks follow from it, so the order in which groups finish changes nothing. What waits is ordered by (step, slot, member):
+    a replacement, which keeps its slot, goes before what belongs to later steps, else a step's last group would wait for the
+    whole of the next.
+    """
+
+    def __init__(self, plans: Sequence[TagPlan], settings: RolloutSettings) -> None:
+        self._settings = settings
+        self._slots = [(plan, local) for plan in plans for local in range(plan.groups)]
+        self._planned = sum(plan.groups * plan.group_size for plan in plans)
+        self._steps: dict[int, Step] = {}
+        self._waiting: list[tuple[int, int, int]] = []
+
+    def __contains__(self, step: int) -> bool:
+        return step in self._steps
+
+    def __len__(self) -> int:
+        """How many steps are under way."""
+        return len(self._steps)
+
+    def step(self, number: int) -> Step:
+        """A step that was admitted and not yet taken."""
+        return self._steps[number]
+
+    # ---------------------------------------------------------------- a step from its admission until it is taken
+
+    def admit(self, step: int, *, render: int = 0) -> bool:
+        """Let the groups of a step wait to be played. False, and nothing happens, from `max_steps` on: nobody would train on them."""
+        if self._settings.max_steps is not None and step >= self._settings.max_steps:
+            return False
+        assert step not in self._steps
+        self._steps[step] = Step(step, render, self._planned, unfinished=len(self._slots))
+        for slot in range(len(self._slots)):
+            self._enter(self._group(step, slot, 0, render))
+        return True
+
+    def start(self) -> tuple[Group, int] | None:
+        """The (group, member) that is next to play, which waits no longer; None where nothing waits."""
+        if not self._waiting:
+            return None
+        step, slot, member = heapq.heappop(self._waiting)
+        return self._steps[step].groups[slot], member
+
+    def end(self, group: Group, member: int, outcome: Played | None) -> None:
+        """A member has been played, or given up (None). A group left without enough members is replaced, in its slot.
+
+        Two members at least are needed to compare anything, one in groups of one. In evaluation nothing is replaced: its
+        tasks are fixed.
+        """
+        step = self._steps[group.step]
+        group.playing.discard(member)
+        group.outcomes[member] = outcome
+        if not group.finished:
+            return
+        if self._settings.evaluation or group.usable >= min(2, group.plan.group_size):
+            step.unfinished -= 1
+            return
+        group.counts["replaced_groups"] += 1
+        group.counts["discarded_episodes"] += group.usable
+        replacement = self._group(group.step, group.slot, group.round + 1, step.render)
+        replacement.counts, replacement.failures = group.counts, group.failures
+        self._enter(replacement)
+
+    def finished(self, step: int) -> bool:
+        """Whether all groups of an admitted step are finished."""
+        return not self._steps[step].unfinished
+
+    def take(self, step: int) -> RolloutResult:
+        """A finished step, in (group, member) order, whatever the order in which it was played. The buffer forgets it."""
+        assert self.finished(step)
+        return _result(self._steps.pop(step))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._steps.clear()
+        self._waiting.clear()
+
+    def gauges(self) -> dict[str, int]:
+        """How many groups wait (no member has begun), play and are finished."""
+        found = dict.fromkeys(("waiting", "playing", "finished"), 0)
+        for step in self._steps.values():
+            for group in step.groups.values():
+                begun = group.playing or group.outcomes
+                found["finished" if group.finished else "playing" if begun else "waiting"] += 1
+        return found
+
+    def _enter(self, group: Group) -> None:
+        self._steps[group.step].groups[group.slot] = group
+        for member in range(group.plan.group_size):
+            if member not in group.outcomes:
+                heapq.heappush(self._waiting, (group.step, group.slot, member))
+
+    def _group(self, step: int, slot: int, round: int, render: int) -> Group:
+        plan, local = self._slots[slot]
+        seed, evaluation = self._settings.seed, self._settings.evaluation
+        serial = step * len(self._slots) + slot + round * REPLACEMENT
+        options = None
+        if plan.num_tasks is not None:
+            of_tag = step * plan.groups + local + round * REPLACEMENT
+            # An evaluation plays the same rows each time; training walks through permutations of all.
+            options = {"index": of_tag % plan.num_tasks if evaluation else task_index(seed, plan.tag, of_tag, plan.num_tasks)}
+        return Group(
+            step=step,
+            slot=slot,
+            local=local,
+            round=round,
+            plan=plan,
+            serial=serial,
+            seed=environment_seed(seed, plan.tag, serial, evaluation=evaluation),
+            options=options,
+            rendered=range(max(render - local * plan.group_size, 0)),
+        )
+
+    # ---------------------------------------------------------------- as plain data
+
+    def snapshot(self) -> list[dict[str, Any]]:  # Any: records of several shapes, as `turnwise.data.exact` writes them
+        """Every group under way, in (step, slot) order, as lists, dicts, numbers, trajectories and samples.
+
+        A member that has ended is kept as what it played; one that waits or plays by its identity alone: group, member and
+        the attempt that it is at, which `restore` begins again.
+        """
+        return [_written(step.groups[slot]) for _, step in sorted(self._steps.items()) for slot in sorted(step.groups)]
+
+    def restore(self, groups: Iterable[dict[str, Any]]) -> None:  # Any: as `snapshot`
+        """Take up a `snapshot`, in place of all that is here: ended members are taken as they are, all others wait.
+
+        Raises CheckpointError for groups that these plans and this seed would not have played."""
+        self.clear()
+        try:
+            for record in groups:
+                self._read(record)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            self.clear()
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError("the checkpoint's queue of groups cannot be read. Fix: resume from another checkpoint.") from error
+
+    def _read(self, record: dict[str, Any]) -> None:  # Any: as `snapshot`
+        number, slot = record["step"], record["slot"]
+        group = self._group(number, slot, record["round"], 0) if 0 <= slot < len(self._slots) else None
+        if group is None or _identity(group) != record["identity"]:
+            raise CheckpointError(
+                f"the checkpoint's queue holds a group of tag {record['identity'][0]!r} in place {slot} of step {number}, which this run would not "
+                "play. Fix: the tags, num_env_groups, group_size and seed that it was saved with, or another checkpoint."
+            )
+        for member, trajectories, samples in record["members"]:
+            group.outcomes[member] = None if trajectories is None else Played(trajectories, samples, None)
+        group.attempts = dict(record["open"])
+        group.counts = Counter(record["counts"])
+        group.failures = [((serial, member, attempt), line) for serial, member, attempt, line in record["failures"]]
+        if number not in self._steps:
+            self._steps[number] = Step(number, 0, self._planned, unfinished=len(self._slots))
+        self._steps[number].unfinished -= group.finished
+        self._enter(group)
+
+
+def _identity(group: Group) -> list[str | int]:
+    return [group.plan.tag, group.plan.group_size, group.serial, group.seed]
+
+
+def _written(group: Group) -> dict[str, Any]:  # Any: as `GroupBuffer.snapshot`
+    # A copy: what is taken off here is taken off in the snapshot alone.
+    counts = Counter(group.counts)
+    for member in group.playing:  # its attempt will be begun, and counted, again
+        counts["attempts"] -= 1
+        counts["retries"] -= group.attempts[member] > 0
+    return {
+        "step": group.step,
+        "slot": group.slot,
+        "round": group.round,
+        "identity": _identity(group),
+        "counts": {name: count for name, count in counts.items() if count},
+        "failures": [[*place, line] for place, line in group.failures],
+        "members": [[m, o.trajectories, o.samples] if o is not None else [m, None, None] for m, o in sorted(group.outcomes.items())],
+        "open": [[m, group.attempts.get(m, 0)] for m in range(group.plan.group_size) if m not in group.outcomes],
+    }
+
+
+def _result(step: Step) -> RolloutResult:
+    # By serial, which is not the slot's order once a group was replaced.
+    groups = sorted(step.groups.values(), key=lambda group: group.serial)
+    played = [(group, member, group.outcomes[member]) for group in groups for member in sorted(group.outcomes)]
+    kept = [(group, member, outcome) for group, member, outcome in played if outcome is not None]
+    trajectories = [trajectory for _, _, outcome in kept for trajectory in outcome.trajectories]
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    counts = {name: float(step.count(name)) for name in COUNTS} | {
+        "planned_episodes": float(step.planned),
+        "episodes": float(len(kept)),
+        "turns": float(len(turns)),
+        "sampled_tokens": float(sum(int(turn.response_mask.sum()) for turn in turns)),
+    }
+    return RolloutResult(
+        trajectories=trajectories,
+        samples=[rows for _, _, outcome in kept for rows in outcome.samples],
+        counts=counts,
+        frames={(group.plan.tag, group.serial, member): outcome.frames for group, member, outcome in kept if outcome.frames},
+        failures=[line for _, line in sorted(failure for group in groups for failure in group.failures)],
+    )

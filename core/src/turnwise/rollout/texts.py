@@ -1,0 +1,75 @@
+"""The environments' own texts: a few random episodes, recorded as a model would have seen them (to train a tokenizer on)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from attrs import evolve
+
+from turnwise.config.schema import EnvManagerConfig
+from turnwise.contracts.chat import Message
+from turnwise.contracts.inference import Request
+from turnwise.contracts.player import Player, chosen
+from turnwise.contracts.rollout import RolloutSettings, TagPlan
+from turnwise.data.trajectory import Generation
+from turnwise.errors import EnvironmentFailure
+from turnwise.rollout import Scheduler
+
+EPISODES = 64
+
+
+class _Recorder(Player):
+    """A player that chooses among the legal actions and writes down every message that it is shown."""
+
+    def __init__(self) -> None:
+        self.texts: dict[tuple[str, str], None] = {}
+
+    async def generate(self, request: Request) -> Generation:
+        """A random legal action, or the empty text where none are given."""
+        for message in request.messages or ():
+            content = message["content"]
+            parts = [content] if isinstance(content, str) else [p.get("text", "") for p in content]
+            self.texts.update(dict.fromkeys((message["role"], part) for part in parts))
+        self.texts.update(dict.fromkeys(("assistant", action) for action in request.actions))
+        rng = np.random.default_rng(request.seed)
+        return chosen(str(rng.choice(request.actions)) if request.actions else "")
+
+
+def environment_texts(plans: Sequence[tuple[TagPlan, EnvManagerConfig]], seed: int) -> list[Message]:
+    """Every distinct text, as a message with its role, of `EPISODES` random episodes of each plan, in the order seen.
+
+    The timeouts, the retries and the failure rate are those of the plan's manager. Raises EnvironmentFailure past that rate.
+    """
+    found: list[tuple[str, str]] = []
+
+    async def play() -> None:
+        for plan, manager in plans:
+            recorder = _Recorder()
+            few = evolve(plan, groups=EPISODES, group_size=1)
+            scheduler = Scheduler([few], _settings(manager, seed), recorder, None)
+            try:
+                await scheduler.next_batch(0, version=0)
+            except EnvironmentFailure as failure:
+                what = f"random episodes of {plan.tag}, from which the recipe's tokenizer learns: {failure}"
+                raise EnvironmentFailure(what) from failure
+            finally:
+                await scheduler.close()
+            found.extend(recorder.texts)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="turnwise-texts") as pool:  # a loop may already run on this thread
+        pool.submit(asyncio.run, play()).result()
+    return [{"role": role, "content": text} for role, text in dict.fromkeys(found)]
+
+
+def _settings(manager: EnvManagerConfig, seed: int) -> RolloutSettings:
+    return RolloutSettings(
+        seed=seed,
+        step_timeout=manager.step_timeout,
+        reset_timeout=manager.reset_timeout,
+        max_env_retries=manager.max_env_retries,
+        max_env_failure_rate=manager.max_env_failure_rate,
+        max_concurrent=1,
+    )

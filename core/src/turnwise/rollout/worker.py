@@ -1,0 +1,146 @@
+"""What plays episodes in one process, the driver's or a worker's: on its event loop, environments in their hosts. Public: a runtime's
+workers run it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+
+from turnwise.contracts.chat import Chat
+from turnwise.contracts.env_manager import Episode
+from turnwise.contracts.inference import InferenceBackend, Request
+from turnwise.contracts.rollout import EpisodeSpec, Frame, Played, RolloutSettings, TagPlan
+from turnwise.data.trajectory import Trajectory
+from turnwise.errors import EngineError, EnvironmentFailure, PluginError, TurnwiseError, boundary, one_line
+from turnwise.rollout.episode import EpisodeSampler, HostedEnvironment, Pool, Requests
+from turnwise.rollout.sweeper import Sweeper
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 5.0
+"""How long cancelled episodes, and then the backend's aborts, may take; what still hangs is left behind."""
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class LocalExecutor:
+    """Episodes on this event loop; environments in their hosts. `chat` is None for a backend of `input: messages`.
+
+    `sharing`: how many executors, this one included, start processes for their environments on this machine: each has its share of the
+    cores for that.
+    """
+
+    workers = 1
+
+    def __init__(self, plans: Iterable[TagPlan], settings: RolloutSettings, backend: InferenceBackend, chat: Chat | None, sharing: int = 1) -> None:
+        self.settings, self.backend, self.chat = settings, backend, chat
+        self._sweeper = Sweeper(min(settings.step_timeout, settings.reset_timeout, settings.request_timeout))
+        starts = asyncio.Semaphore(max(1, cores() // sharing))
+        self._pools = {plan.tag: Pool(plan, settings, self._sweeper, starts) for plan in plans}
+        self._playing = 0
+        self._given_up: list[tuple[InferenceBackend, Request]] = []
+        self._players: dict[str, dict[str, InferenceBackend]] = {}
+
+    async def play(self, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]) -> Played:
+        """As Executor.play; an exception of the manager passes as it is."""
+        self._playing += 1
+        try:
+            return await self._play(spec, stop)
+        finally:
+            self._playing -= 1
+            if not self._playing:
+                self._sweeper.stop()
+
+    async def _play(self, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]) -> Played:
+        pool = self._pools[spec.tag]
+        plan = pool.plan
+        frames: list[Frame] | None = [] if spec.rendered else None
+        host = await pool.take()
+        try:
+            episode = Episode(
+                environment=HostedEnvironment(host, pool, spec.seed, spec.options, frames),
+                chat=self.chat,
+                limits=plan.limits,
+                tag=spec.tag,
+                group=spec.group,
+                member=spec.member,
+                attempt=spec.attempt,
+                seed=spec.seed,
+                samplers={name: self._sampler(player, spec, stop) for name, player in self._players_of(plan).items()},
+            )
+            trajectories = _several(await plan.manager.run(episode, self._sampler(self.backend, spec, stop)), spec.tag)
+            for trajectory in trajectories:
+                if not math.isfinite(trajectory.score):  # the manager's own penalty, or a sum of rewards that are finite each
+                    raise EnvironmentFailure(f"{spec.tag}: the score of the episode is {trajectory.score}. Fix: rewards and penalties of finite sum.")
+            samples = [[] if self.settings.evaluation else plan.manager.samples(trajectory) for trajectory in trajectories]
+        except asyncio.CancelledError:
+            if not host.lost:  # it was the model that the episode waited for
+                pool.give(host)
+            raise
+        except (KeyboardInterrupt, GeneratorExit):  # this process, or its event loop, is ending
+            host.abandon()
+            raise
+        except BaseException as error:
+            await host.discard(self.settings.step_timeout)
+            if isinstance(error, Exception):
+                raise
+            # asyncio lets SystemExit through to whoever runs the loop: a run would end without a word, a worker by its death.
+            place = f"{spec.tag}, group {spec.group}, member {spec.member}"
+            raise TurnwiseError(f"{place}: the episode ended by {one_line(error)}. Fix: an environment manager that returns or raises.") from error
+        pool.give(host)
+        return Played(trajectories, samples, frames)
+
+    def _sampler(self, backend: InferenceBackend, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]) -> EpisodeSampler:
+        requests = Requests(backend, self.settings, self._sweeper, stop, self._given_up)
+        return EpisodeSampler(requests, spec.tag, spec.seed, spec.group, spec.member, spec.attempt)
+
+    def _players_of(self, plan: TagPlan) -> Mapping[str, InferenceBackend]:
+        """The further models of a tag, built for its first episode."""
+        if plan.tag not in self._players:
+            self._players[plan.tag] = {name: build() for name, build in plan.samplers.items()}
+        return self._players[plan.tag]
+
+    async def abort(self) -> None:
+        """Abort at the backend what was given up, within the grace; an error in it is logged, for nobody can act on it."""
+        # In place: the samplers of episodes hold this very list.
+        given_up, self._given_up[:] = list(self._given_up), []
+        aborts = [asyncio.ensure_future(_aborted(backend, request)) for backend, request in given_up]
+        if aborts:
+            done, late = await asyncio.wait(aborts, timeout=GRACE_SECONDS)
+            for abort in late:
+                abort.cancel()
+            for error in filter(None, (abort.exception() for abort in done)):
+                logger.warning("aborting a request raised %s", one_line(error))
+        self._sweeper.stop()
+
+    async def close(self) -> None:
+        """Close the idle environments, those in play were cancelled before, and the further models."""
+        for pool in self._pools.values():
+            await pool.close()
+        # Emptied first, so that a second `close` closes nothing twice.
+        players, self._players = [player for of_tag in self._players.values() for player in of_tag.values()], {}
+        for player in players:
+            await player.close()
+        self._sweeper.stop()
+
+
+def _several(played: Trajectory | list[Trajectory], tag: str) -> list[Trajectory]:
+    """What `run` returned as a list. Raises PluginError for none at all, and for two of one role, whose group would hold an episode twice."""
+    trajectories = [played] if isinstance(played, Trajectory) else played
+    if not isinstance(trajectories, list) or not trajectories or not all(isinstance(one, Trajectory) for one in trajectories):
+        raise PluginError(f"the environment manager of {tag} returned {played!r:.80}. Fix: a Trajectory, or a list of them.")
+    roles = [trajectory.role for trajectory in trajectories]
+    if len(set(roles)) < len(roles):
+        raise PluginError(f"the environment manager of {tag} returned trajectories of the roles {roles}. Fix: a role of its own for each.")
+    return trajectories
+
+
+async def _aborted(backend: InferenceBackend, request: Request) -> None:
+    with boundary("actor_infer: abort", EngineError):
+        await backend.abort(request)

@@ -1,0 +1,1 @@
+"""What the backends of this repository that talk to a server share; a library without hooks."""

@@ -1,0 +1,362 @@
+"""Mutated configurations: `python tests/mutated_yamls.py [COUNT] [SEED]` gives each to `plan` and `check` and prints what should not be.
+
+A mutant must end within seconds in a report whose lines name the place and the fix, or be accepted; what is wrong by construction must be
+refused. Never a traceback, never a success that is none, never a hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from attrs import frozen
+from click.testing import CliRunner
+
+from turnwise.cli.main import main
+from turnwise.config.foreign.keys import RULES
+from turnwise.plugins import reset_registry
+
+SECONDS = 30
+"""What one command may take, on a machine that does other things as well."""
+
+BASE = """\
+exp_name: fakes
+plugins: [turnwise.testing.plugin]
+seed: 1
+output_dir: out
+max_steps: 6
+eval_steps: 3
+save_steps: 2
+rollout_batch_size: 8
+val_batch_size: 4
+sequence_length: 128
+vars: {width: 4, names: {a: 1}}
+runtime: local
+model_source: fake_source
+pretrain: fake
+adv_estimator: grpo
+pg_variant: {use: ppo, pg_clip: 0.2}
+gamma: 1.0
+entropy_loss_coef: {start: 0.01, end: 0.0}
+kl_loss_coef: 0.01
+batch_adjust_mode: fake_adjust
+reward_normalization: {grouping: traj_group_id, method: mean_std}
+train_infer_correction:
+  is_weight: {enabled: true, weight_type: token, upper_bound: 1.5}
+  filters:
+  - {agg_type: token, ratio_enabled: true, ratio_low: 0.5, ratio_high: 2.0}
+actor_train:
+  model_args: {dtype: fp32, disable_gradient_checkpointing: true}
+  training_args: {learning_rate: 5.0, weight_decay: 0.0, warmup_steps: 1, per_device_train_batch_size: 4, max_grad_norm: 1.0}
+  strategy_args: {strategy_name: fake_strategy}
+  system_envs: {SOME_VARIABLE: text}
+actor_infer:
+  generating_args: {max_new_tokens: 4, temperature: 1.0, top_p: 0.9, top_k: 10}
+  strategy_args: {strategy_name: fake_backend}
+  request_timeout: 60
+train_env_manager: {num_env_groups: 2, group_size: 4, tags: [Count], max_env_retries: 1, max_env_failure_rate: 0.5}
+val_env_manager: {num_env_groups: 4, group_size: 1, tags: [Count], generating_args: {temperature: 0}}
+custom_envs:
+  Count: {env_type: fake_env, env_manager: fake_manager, max_steps: 3, step: inline, env_config: {length: 3}}
+track_with: [{use: jsonl, every: 1}]
+"""
+
+NUMBERS = {
+    ("max_steps",),
+    ("rollout_batch_size",),
+    ("sequence_length",),
+    ("seed",),
+    ("eval_steps",),
+    ("save_steps",),
+    ("kl_loss_coef",),
+    ("gamma",),
+    ("actor_train", "training_args", "learning_rate"),
+    ("actor_train", "training_args", "per_device_train_batch_size"),
+    ("actor_infer", "generating_args", "max_new_tokens"),
+    ("actor_infer", "generating_args", "temperature"),
+    ("actor_infer", "generating_args", "top_p"),
+    ("train_env_manager", "num_env_groups"),
+    ("train_env_manager", "group_size"),
+    ("val_env_manager", "num_env_groups"),
+    ("custom_envs", "Count", "max_steps"),
+    ("train_env_manager", "max_env_failure_rate"),
+}
+"""Paths whose values are numbers that are not negative."""
+BLOCKS = ("actor_train", "actor_infer", "train_env_manager", "custom_envs", "reward_normalization", "train_infer_correction")
+NO_NUMBER: tuple[Any, ...] = ("many", [1], {"a": 1}, [[]], True, "1e", "0x", "", "8 ")
+OUT_OF_RANGE = (-1, -0.5, float("nan"), float("inf"), -float("inf"), -(10**400))
+UNRESOLVED = ("${nope}", "${nope.x}", "${vars.names.${exp_name}}", "${", "${vars.}", "${oc.env:NO_SUCH_VARIABLE_HERE}", "???", "${hydra:run}", "${}")
+ODD: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2**31, 2**63, 10**18, 1e-320, 0.1, float("inf"), float("nan"), "", " ", "x",
+    "a" * 5000, "é€😀", "\ud800", "0o17", "1_000", "1:30", "~", "null", "=", "<<", "a/../../b", "/proc/self/mem",
+    "/dev/null", "~/x", "C:\\x", "${exp_name}", "${max_steps}", "${vars}", "${actor_train}", "\\${x}", "%s%n", "{}",
+    "{0}", "grpo", "none", "list(range(0,4))", "list(range(0,99999999))", [], {}, [None], [[]], {"use": None},
+    {"use": "grpo"}, {"use": ["x"]}, {1: 2}, {"": 1}, [0] * 500, {"a": {"b": {"c": {}}}}, "line\nline", "\t", "\x07",
+    "a\u2028b", "Count", ["Count", "Count"], "fake", {"strategy_name": "fake_strategy", "strategy_config": [1]},
+)  # fmt: skip
+
+
+@frozen
+class Mutant:
+    """A configuration. `refused`: it is wrong by construction."""
+
+    number: int
+    kind: str
+    text: str
+    overrides: tuple[str, ...] = ()
+    refused: bool = False
+
+
+def mutants(count: int, seed: int = 0) -> Iterator[Mutant]:
+    """`count` mutants, the same ones for a seed."""
+    for number in range(count):
+        rng = random.Random(f"{seed}:{number}")
+        kind = rng.choice(list(KINDS))
+        text, overrides, refused = KINDS[kind](rng)
+        yield Mutant(number, kind, text, overrides, refused)
+
+
+Made = tuple[str, tuple[str, ...], bool]
+
+
+def _paths(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in inner:
+        yield (*path, key)
+        yield from _paths(value, (*path, key))
+
+
+def _holder(data: Any, path: tuple[Any, ...]) -> Any:
+    for part in path[:-1]:
+        data = data[part]
+    return data
+
+
+def _dump(data: Any) -> str:
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+def _with(path: tuple[Any, ...], value: Any) -> str:
+    data = yaml.safe_load(BASE)
+    _holder(data, path)[path[-1]] = value
+    return _dump(data)
+
+
+def _misspelt(rng: random.Random) -> Made:
+    data = yaml.safe_load(BASE)
+    path = rng.choice([p for p in _paths(data) if isinstance(p[-1], str) and p[0] not in ("vars",) and "system_envs" not in p[:-1]])
+    key = path[-1]
+    cut = rng.randrange(len(key))
+    odd = rng.choice([key[:cut] + key[cut + 1 :], f"{key[:cut]}{rng.choice('xqz_')}{key[cut:]}", key.upper()])
+    holder = _holder(data, path)
+    if odd in holder or not odd or odd == key:
+        return BASE, (), False
+    items = [(odd if k == key else k, v) for k, v in holder.items()]
+    holder.clear()
+    holder.update(items)
+    return _dump(data), (), path != ("custom_envs", "Count")
+
+
+def _no_number(rng: random.Random) -> Made:
+    return _with(rng.choice(sorted(NUMBERS)), rng.choice(NO_NUMBER)), (), True
+
+
+def _out_of_range(rng: random.Random) -> Made:
+    return _with(rng.choice(sorted(NUMBERS)), rng.choice(OUT_OF_RANGE)), (), True
+
+
+def _no_block(rng: random.Random) -> Made:
+    return _with((rng.choice(BLOCKS),), rng.choice(["text", 3, [1], [["x"]]])), (), True
+
+
+def _unresolved(rng: random.Random) -> Made:
+    path = rng.choice([p for p in _paths(yaml.safe_load(BASE)) if p != ("vars",)])
+    value = rng.choice(UNRESOLVED)
+    return _with(path, value), (), True
+
+
+def _odd(rng: random.Random) -> Made:
+    data = yaml.safe_load(BASE)
+    for path in rng.sample(list(_paths(data)), rng.randint(1, 3)):
+        try:
+            _holder(data, path)[path[-1]] = rng.choice(ODD)
+        except (TypeError, KeyError, IndexError):
+            continue  # under a value that was just replaced
+    return _dump(data), (), False
+
+
+def _missing(rng: random.Random) -> Made:
+    data = yaml.safe_load(BASE)
+    path = rng.choice(list(_paths(data)))
+    del _holder(data, path)[path[-1]]
+    needed = {("max_steps",), ("rollout_batch_size",), ("pretrain",), ("train_env_manager",), ("custom_envs",), ("custom_envs", "Count", "env_type")}
+    return _dump(data), (), path in needed
+
+
+def _damaged(rng: random.Random) -> Made:
+    text = BASE
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(text))
+        change = rng.randrange(4)
+        bad = rng.choice(
+            ["\t", "\0", "\x1b", ":", "{", "}", "[", "]", "'", '"', "&a ", "*a", "!!x ", "- ", "\n", "#", "%", "@", "`", "|", "🙂", "\u00a0", "? "]
+        )
+        text = text[:at] + ("" if change == 0 else bad) + text[at + (change < 2) :]
+    return text, (), False
+
+
+def _doubled(rng: random.Random) -> Made:
+    lines = BASE.splitlines()
+    line = rng.choice([one for one in lines if re.match(r"\w+: \S", one)])
+    return "\n".join([*lines, line]) + "\n", (), True
+
+
+def _shuffled(rng: random.Random) -> Made:
+    lines = BASE.splitlines()
+    i, j = rng.randrange(len(lines)), rng.randrange(len(lines))
+    lines[i], lines[j] = lines[j], lines[i]
+    if rng.random() < 0.5:
+        del lines[rng.randrange(len(lines))]
+    return "\n".join(lines) + "\n", (), False
+
+
+def _overridden(rng: random.Random) -> Made:
+    path = rng.choice(list(_paths(yaml.safe_load(BASE))))
+    key = ".".join(map(str, path))
+    key = rng.choice([key, f"{key}.x", f"{key}[0]", f"+{key}", f"~{key}", f"{key}.{'a.' * 70}b", key.upper(), f".{key}", f"{key}."])
+    value = rng.choice(
+        [*map(json.dumps, ODD[:10]), "[", "{a: ", "!!x 1", "${nope}", "'", "x: y: z", "*a", "&a 1", "[" * 100, "\0", "1e999", "0b", ".inf"]
+    )
+    return BASE, (rng.choice([f"{key}={value}", key, f"{key}==", "=", ""]),), False
+
+
+def _foreign(rng: random.Random) -> Made:
+    data = yaml.safe_load(BASE)
+    for rule in rng.sample(RULES, rng.randint(1, 3)):
+        path = tuple({"ROLE": "actor_train", "MANAGER": "train_env_manager", "TAG": "Count"}.get(p, p.replace("*", "x")) for p in rule.key.split("."))
+        holder = data
+        for part in path[:-1]:
+            holder = holder.setdefault(part, {}) if isinstance(holder.get(part, {}), dict) else {}
+        holder[path[-1]] = rng.choice(ODD)
+    return _dump(data), (), False
+
+
+def _bomb(rng: random.Random) -> Made:
+    depth = rng.randint(70, 2000)
+    head = rng.choice(
+        [
+            "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(rng.randint(5, 9))),
+            f"deep: {'[' * depth}{']' * depth}\n",
+            f"deep: {'{a: ' * depth}1{'}' * depth}\n",
+            "x0: &x0 {k: 1}\n" + "".join(f"x{i + 1}: &x{i + 1} {{<<: *x{i}, k{i}: {{<<: *x{i}}}}}\n" for i in range(20)),
+            f"long: '{'a' * 600_000}'\n",
+            f"defaults: [{', '.join(['run'] * rng.randint(1, 200))}]\n",
+        ]
+    )
+    return head + BASE, (), True
+
+
+KINDS: dict[str, Callable[[random.Random], Made]] = {
+    "misspelt": _misspelt,
+    "no number": _no_number,
+    "out of range": _out_of_range,
+    "no block": _no_block,
+    "unresolved": _unresolved,
+    "odd": _odd,
+    "odd again": _odd,
+    "missing": _missing,
+    "damaged": _damaged,
+    "damaged again": _damaged,
+    "doubled": _doubled,
+    "shuffled": _shuffled,
+    "overridden": _overridden,
+    "foreign": _foreign,
+    "bomb": _bomb,
+}
+
+
+def _ring(*_: Any) -> None:
+    raise KeyboardInterrupt  # which no guard of a stranger's code holds back
+
+
+def run(command: list[str]) -> tuple[int, str, str, BaseException | None, float]:
+    """Exit code, output, errors, what was raised, and the seconds of one command, which is ended after SECONDS."""
+    before = signal.signal(signal.SIGALRM, _ring)
+    signal.alarm(SECONDS)
+    began = time.monotonic()
+    try:
+        result = CliRunner().invoke(main, command)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    raised = None if isinstance(result.exception, SystemExit) else result.exception
+    return result.exit_code, result.stdout, result.stderr, raised, time.monotonic() - began
+
+
+def judge(mutant: Mutant) -> list[str]:
+    """What should not be, of a mutant in the current folder; the folder is left with run.yaml alone."""
+    Path("run.yaml").write_bytes(mutant.text.encode("utf-8", "surrogatepass"))
+    return [fault for command in (["plan", "--json"], ["check"]) for fault in judge_command(command, mutant.overrides, mutant.refused)]
+
+
+def judge_command(command: list[str], overrides: tuple[str, ...], refused: bool) -> Iterator[str]:
+    """What should not be, of one command on run.yaml."""
+    code, out, err, raised, seconds = run(
+        [*command[:1], "run.yaml", "--", *overrides] if len(command) == 1 else [*command, "run.yaml", "--", *overrides]
+    )
+    if raised is not None:
+        yield f"{command[0]}: traceback: {type(raised).__name__}: {raised!s:.200}"
+        return
+    if seconds >= SECONDS or code == 1:
+        yield f"{command[0]}: {'hang' if code != 1 else 'exit 1'} after {seconds:.0f} s: {err[-300:]}"
+    if refused and code == 0:
+        yield f"{command[0]}: success, and it is wrong"
+    if code == 0 and command[0] == "plan":
+        try:
+            json.loads(out)
+        except ValueError as error:
+            yield f"plan: the output is no JSON: {error}"
+    for line in err.splitlines():
+        if not line.startswith(("error: ", "config: ", "machine: ")):
+            continue
+        if "Fix: " not in line:
+            yield f"{command[0]}: no fix: {line:.300}"
+        if (line.startswith("error: ") and not PLACED.match(line)) or line.startswith("config: $."):
+            yield f"{command[0]}: no place: {line:.300}"
+
+
+_WHOLE = r"run\.yaml: (\$\.\w+: (this key is required|.*strategy_args says)|\S.* (files?|values|UTF-8))"
+PLACED = re.compile(rf"error: (run\.yaml:\d+: |override |{_WHOLE}|[a-z]+ [a-z]+ 'mine' )")
+"""A place in the file, the override, the file as a whole, or the plugin."""
+
+
+def main_by_hand(count: int = 3000, seed: int = 0) -> int:
+    """Judge `count` mutants, print every fault and a table; how many have one."""
+    bad = dict.fromkeys(KINDS, 0)
+    slowest = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        for mutant in mutants(count, seed):
+            began = time.monotonic()
+            reset_registry()
+            faults = judge(mutant)
+            slowest = max(slowest, time.monotonic() - began)
+            if faults:
+                bad[mutant.kind] += 1
+                print(f"--- {mutant.number} {mutant.kind} {mutant.overrides}\n" + "\n".join(faults), flush=True)
+        os.chdir("/")
+    print(f"{count} mutants, {sum(bad.values())} with faults, the slowest {slowest:.1f} s:", {k: n for k, n in bad.items() if n})
+    return sum(bad.values())
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main_by_hand(*map(int, sys.argv[1:3])) else 0)
