@@ -74,14 +74,18 @@ def test_the_generation_is_text_alone_and_the_rest_of_the_contract_answers() -> 
         assert generation.text in ("Down", "Right")
         assert (generation.ids, generation.logprobs, generation.versions, generation.finish) == (None, None, None, "stop")
         walker.live(3)
-        for call in (walker.pause, walker.resume, walker.sleep, walker.wake, walker.close, walker.close):
+        for call in (walker.pause, walker.resume, walker.sleep):
             await call()
+        for what in ("weights", "cache"):
+            await walker.wake(what)
+        for _ in range(2):
+            await walker.close()
         await walker.abort(fixture["request"](0))
         with pytest.raises(EngineError, match="no weights"):
             await walker.receive(Offer("shared", 1))
 
     asyncio.run(use())
-    assert (walker.input, walker.transports) == ("messages", ())
+    assert (walker.input, walker.transports(None, InferenceContext(None, None))) == ("messages", ())
 
 
 def test_it_succeeds_as_often_as_measured() -> None:
