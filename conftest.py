@@ -13,9 +13,7 @@ from hypothesis import HealthCheck, settings
 # fresh clone builds tables.
 _slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 # derandomize is said: where CI is set, hypothesis begins with a profile of its own that draws the same each time.
-settings.register_profile(
-    "explore", derandomize=False, deadline=None, suppress_health_check=_slow, max_examples=1000
-)
+settings.register_profile("explore", derandomize=False, deadline=None, suppress_health_check=_slow, max_examples=1000)
 # Every run draws the same examples, and none that an earlier run left: what fails is what the change broke.
 # `make fuzz` explores.
 _explore = settings.get_profile("explore")
