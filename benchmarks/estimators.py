@@ -2,8 +2,9 @@
 
     python benchmarks/estimators.py [--turns 10000 100000 1000000] [--repeats 3] [--only gigpo] [--states tuple]
 
-Groups of eight trajectories of ten turns, four sampled tokens a turn, one row per turn, twenty states a group: texts, or as FrozenLake tells them
-(the level's rows and a position, tuples of texts and numbers). The least of the repeats is printed, and how many times longer the last batch
+Groups of eight trajectories of ten turns, four sampled tokens a turn, one row per turn, twenty states a group: texts,
+or as FrozenLake tells them (the level's rows and a position, tuples of texts and numbers). The least of the repeats is
+printed, and how many times longer the last batch
 takes than the one before it: 10 for ten times the turns is linear.
 """
 
@@ -31,7 +32,10 @@ def synthetic(turns: int, states: str = "text", seed: int = 0) -> Batch:
     anchor = np.empty(turns, object)
     places = zip(group[owner].tolist(), draw.integers(0, 20, turns).tolist())
     levels = [tuple(f"{g:04d}"[i % 4] * 4 for i in range(4)) for g in range(trajectories // MEMBERS + 1)]
-    anchor[:] = [f"a level of group {g}, seen from place {p}" if states == "text" else (levels[g], divmod(p, 4)) for g, p in places]
+    anchor[:] = [
+        f"a level of group {g}, seen from place {p}" if states == "text" else (levels[g], divmod(p, 4))
+        for g, p in places
+    ]
     of_turn = np.repeat(np.arange(turns, dtype=np.int64), TOKENS)
     token_rewards = np.zeros(turns * TOKENS)
     token_rewards[TOKENS - 1 :: TOKENS] = reward

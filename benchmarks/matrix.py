@@ -1,9 +1,10 @@
-"""The same FrozenLake YAML through every pair of sampler and trainer that one machine without a GPU can run, by changing names only.
+"""The same FrozenLake YAML through every pair of sampler and trainer that one machine without a GPU can run, by
+changing names only.
 
     python benchmarks/matrix.py [--steps 100] [--only vllm deepspeed …] [--write]
 
-A run that the same code finished in the work folder is not run again. `--write` puts the table under benchmarks/results/matrix.md and into
-docs/engines.md.
+A run that the same code finished in the work folder is not run again. `--write` puts the table under
+benchmarks/results/matrix.md and into docs/engines.md.
 """
 
 from __future__ import annotations
@@ -23,22 +24,25 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "examples" / "engines.yaml"
-SAMPLERS = {
-    "hf": "hf",
-    "vllm": "vllm",
-    "sglang": "{strategy_name: sglang, strategy_config: {python: PYTHON}}",
-}
+SAMPLERS = {"hf": "hf", "vllm": "vllm", "sglang": "{strategy_name: sglang, strategy_config: {python: PYTHON}}"}
 ZERO3 = "{zero_optimization: {stage: 3, stage3_param_persistence_threshold: 0}}"  # else so small a model is not sharded
 TRAINERS = {
     "torch": ("torch", []),
     "FSDP2, 2 ranks": ("torch", ["actor_train.device_mapping=[0,1]", "vars.accumulation=1"]),
     "DeepSpeed ZeRO-3, 2 ranks": (
         "deepspeed_train",
-        ["actor_train.device_mapping=[0,1]", "vars.accumulation=1", f"actor_train.strategy_args.strategy_config={ZERO3}"],
+        [
+            "actor_train.device_mapping=[0,1]",
+            "vars.accumulation=1",
+            f"actor_train.strategy_args.strategy_config={ZERO3}",
+        ],
     ),
     "Megatron TP2": (
         "megatron_train",
-        ["actor_train.device_mapping=[0,1]", "actor_train.strategy_args.strategy_config={tensor_model_parallel_size: 2}"],
+        [
+            "actor_train.device_mapping=[0,1]",
+            "actor_train.strategy_args.strategy_config={tensor_model_parallel_size: 2}",
+        ],
     ),
 }
 BEGIN, END = "<!-- matrix: written by benchmarks/matrix.py --write -->", "<!-- end -->"
@@ -68,9 +72,22 @@ def run(sampler: str, trainer: str, runtime: str, steps: int, work: Path) -> dic
         return dict(json.loads(kept.read_text()))
     name, changes = TRAINERS[trainer]
     backend = SAMPLERS[sampler].replace("PYTHON", os.environ.get("TURNWISE_SGLANG_PYTHON", "python"))
-    chosen = f"actor_infer.strategy_args={backend}" if backend.startswith("{") else f"actor_infer.strategy_args.strategy_name={backend}"
+    chosen = (
+        f"actor_infer.strategy_args={backend}"
+        if backend.startswith("{")
+        else f"actor_infer.strategy_args.strategy_name={backend}"
+    )
     command = [
-        *(sys.executable, "-m", "turnwise.cli.main", "train", str(CONFIG), f"output_dir={folder}", f"max_steps={steps}", f"eval_steps={steps}"),
+        *(
+            sys.executable,
+            "-m",
+            "turnwise.cli.main",
+            "train",
+            str(CONFIG),
+            f"output_dir={folder}",
+            f"max_steps={steps}",
+            f"eval_steps={steps}",
+        ),
         *(chosen, f"actor_train.strategy_args.strategy_name={name}", *changes, f"runtime={RUNTIMES[runtime]}"),
     ]
     code, spent = watched(command, folder.with_suffix(".log"))
@@ -84,7 +101,8 @@ def run(sampler: str, trainer: str, runtime: str, steps: int, work: Path) -> dic
 
 
 def watched(command: list[str], log: Path) -> tuple[int, float]:
-    """The exit code of `command`, and the CPU seconds of all processes that descended from it (looked at twice a second)."""
+    """The exit code of `command`, and the CPU seconds of all processes that descended from it (looked at twice a
+    second)."""
     log.parent.mkdir(parents=True, exist_ok=True)
     seconds: dict[tuple[int, float], float] = {}
     with log.open("w") as told, subprocess.Popen(command, cwd=ROOT, stdout=told, stderr=told) as started:
@@ -111,9 +129,12 @@ def table(results: dict[tuple[str, str, str], dict[str, float | str]], steps: in
     lines = [
         "# One YAML, every pair of engines",
         "",
-        f"`make matrix`: `examples/engines.yaml`, FrozenLake 3×3 from random weights, {steps} steps of 128 episodes, one seed: greedy success on 128 "
-        f"levels held out by content. Machine: {os.cpu_count()} cores of {platform.machine()}, no GPU, OMP_NUM_THREADS="
-        f"{os.environ.get('OMP_NUM_THREADS', 'unset')}. CPU seconds are those of all processes of the run, start and evaluation included.",
+        (
+            f"`make matrix`: `examples/engines.yaml`, FrozenLake 3×3 from random weights, {steps} steps of 128"
+            f" episodes, one seed: greedy success on 128 levels held out by content. Machine: {os.cpu_count()} cores of"
+            f" {platform.machine()}, no GPU, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}. CPU seconds"
+            " are those of all processes of the run, start and evaluation included."
+        ),
         "",
         "| sampler | trainer | runtime | success | largest log-prob difference, sampler to trainer | CPU, s |",
         "|---|---|---|---:|---:|---:|",

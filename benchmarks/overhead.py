@@ -2,7 +2,8 @@
 
     python benchmarks/overhead.py [--steps 4] [--hidden 256] [--layers 4]
 
-Prints one line for the tiny model of the main job and one for a larger one, measured in the same run. The first step (warm-up) is left out.
+Prints one line for the tiny model of the main job and one for a larger one, measured in the same run. The first step
+(warm-up) is left out.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Clock:
 
 @contextlib.contextmanager
 def patched(clock: Clock) -> Iterator[None]:
-    """Measure forward (log-probs and entropy of the head included), backward, optimizer step and the environment's step and reset."""
+    """Measure forward (log-probs and entropy of the head included), backward, optimizer step and the environment's step
+    and reset."""
     targets = [
         (torch.nn.Module, "__call__"),
         (strategy, "token_log_probs"),

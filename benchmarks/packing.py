@@ -2,8 +2,9 @@
 
     python benchmarks/packing.py [--samples 128] [--median 150] [--longest 1024] [--budget 4096] [--rows 4]
 
-Lengths are lognormal, cut at the longest; half of every sample is response. Each way runs in a process of its own, forward and backward over
-all samples on one CPU thread. Prints Markdown. Packed rows are masked densely (sdpa); on a GPU with flash attention packing costs no masked pairs.
+Lengths are lognormal, cut at the longest; half of every sample is response. Each way runs in a process of its own,
+forward and backward over all samples on one CPU thread. Prints Markdown. Packed rows are masked densely (sdpa); on a
+GPU with flash attention packing costs no masked pairs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def in_order(lengths: np.ndarray, rows: int, _: int) -> Groups:
 WAYS: dict[str, Callable[[np.ndarray, int, int], Groups]] = {
     "padded, as they came": in_order,
     "padded, sorted by length": lambda lengths, rows, _: unpacked(microbatches.by_rows(lengths, rows)),
-    "dynamic: sorted, under a token budget": lambda lengths, _, budget: unpacked(microbatches.by_tokens(lengths, budget)),
+    "dynamic: sorted, under a token budget": lambda lengths, _, budget: unpacked(
+        microbatches.by_tokens(lengths, budget)
+    ),
     "packed, under a token budget": lambda lengths, _, budget: microbatches.packed(lengths, budget),
 }
 
@@ -60,10 +63,18 @@ def samples(asked: argparse.Namespace) -> Rows:
 
 def model(folder: Path) -> torch.nn.Module:
     """A random Qwen2 of four layers."""
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     torch.manual_seed(0)
     with models.quiet():
-        Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, **sizes)).save_pretrained(folder)
+        Qwen2ForCausalLM(
+            Qwen2Config(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, **sizes)
+        ).save_pretrained(folder)
     return models.load_causal_lm(folder, "fp32", "sdpa")
 
 
@@ -90,7 +101,13 @@ def measure(way: str, asked: argparse.Namespace) -> dict[str, float]:
         seconds = min(seconds, time.process_time() - began)
         gradient = float(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]).norm())
     share = microbatches.non_padding_share(layout.needed, groups)
-    return {"batches": len(groups), "share": share, "seconds": seconds, "memory": memory("VmHWM") - held, "gradient": gradient}
+    return {
+        "batches": len(groups),
+        "share": share,
+        "seconds": seconds,
+        "memory": memory("VmHWM") - held,
+        "gradient": gradient,
+    }
 
 
 def main() -> None:
@@ -105,16 +122,24 @@ def main() -> None:
         return
     lengths = np.diff(samples(asked).offsets)
     print(
-        f"{len(lengths)} samples of {lengths.min()} to {lengths.max():,} tokens (median {int(np.median(lengths))}), {lengths.sum():,} tokens in all;"
+        f"{len(lengths)} samples of {lengths.min()} to {lengths.max():,} tokens (median {int(np.median(lengths))}),"
+        f" {lengths.sum():,} tokens in all;"
     )
     print(f"{asked.rows} rows a micro-batch, or a budget of {asked.budget:,} tokens.\n")
-    print("| micro-batches | number | padding | CPU s | tokens a CPU s | peak MiB | gradient norm |\n|---|---:|---:|---:|---:|---:|---:|")
+    print(
+        "| micro-batches | number | padding | CPU s | tokens a CPU s | peak MiB | gradient norm"
+        " |\n|---|---:|---:|---:|---:|---:|---:|"
+    )
     for way in WAYS:
-        out = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only", way], check=True, capture_output=True, text=True).stdout
+        out = subprocess.run(
+            [sys.executable, __file__, *sys.argv[1:], "--only", way], check=True, capture_output=True, text=True
+        ).stdout
         m = json.loads(out)
         speed = lengths.sum() / m["seconds"]
         print(
-            f"| {way} | {m['batches']} | {1 - m['share']:.1%} | {m['seconds']:.1f} | {speed:,.0f} | {m['memory']} | {m['gradient']:.6f} |", flush=True
+            f"| {way} | {m['batches']} | {1 - m['share']:.1%} | {m['seconds']:.1f} | {speed:,.0f} | {m['memory']} |"
+            f" {m['gradient']:.6f} |",
+            flush=True,
         )
 
 

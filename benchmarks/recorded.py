@@ -1,8 +1,9 @@
 """Four runs recorded with the sources of one commit and of this checkout, which must agree to the last bit.
 
-`python benchmarks/recorded.py --against COMMIT [RUN …]`: metrics (but time/, tps/ and system/), exported weights and trajectories of every run are
-compared; the exit status is 1 where one differs. For a change of structure that must not change what a run computes. The run `ray` needs Ray
-in this interpreter and is left out, with a word, where it is not installed.
+`python benchmarks/recorded.py --against COMMIT [RUN …]`: metrics (but time/, tps/ and system/), exported weights and
+trajectories of every run are compared; the exit status is 1 where one differs. For a change of structure that must not
+change what a run computes. The run `ray` needs Ray in this interpreter and is left out, with a word, where it is not
+installed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,14 @@ BUDGET = "actor_train.max_tokens_per_microbatch_in_infer=8192"
 PLUGINS = "[turnwise-gymnasium, turnwise-managers, turnwise-hf, turnwise-torch, turnwise-losses, turnwise-batching, {}]"
 RUNS: dict[str, tuple[str, ...]] = {
     "main": SHORT,
-    "gae": (*SHORT, f"plugins={PLUGINS.format('turnwise-gae')}", "adv_estimator=gae", "gamma=0.99", "reward_normalization=null", CRITIC),
+    "gae": (
+        *SHORT,
+        f"plugins={PLUGINS.format('turnwise-gae')}",
+        "adv_estimator=gae",
+        "gamma=0.99",
+        "reward_normalization=null",
+        CRITIC,
+    ),
     "lora": (
         *SHORT,
         *PACKED,
@@ -68,7 +76,11 @@ UNREPEATABLE = ("time/", "tps/", "system/")
 def record(tree: Path, name: str, folder: Path) -> dict[str, str]:
     """Train run `name` with the sources of `tree`: what was written → its digest."""
     sources = [tree / "core/src", *sorted(tree.glob("plugins/*/*/src"))]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sources)), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, sources)),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "turnwise.cli.main", "train", str(ROOT / EXAMPLE), *RUNS[name]]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -105,16 +117,24 @@ def main() -> int:
     differing = 0
     with tempfile.TemporaryDirectory(prefix="turnwise-recorded-") as place:
         tree = Path(place) / "tree"
-        subprocess.run(["git", "-C", ROOT, "worktree", "add", "--quiet", "--detach", tree, arguments.against], check=True)
+        subprocess.run(
+            ["git", "-C", ROOT, "worktree", "add", "--quiet", "--detach", tree, arguments.against], check=True
+        )
         try:
             for name in arguments.runs or RUNS:
                 if name == "ray" and importlib.util.find_spec("ray") is None:
                     print("ray: left out, Ray is not installed in this interpreter")
                     continue
-                before, now = record(tree, name, Path(place) / "before" / name), record(ROOT, name, Path(place) / "now" / name)
+                before, now = (
+                    record(tree, name, Path(place) / "before" / name),
+                    record(ROOT, name, Path(place) / "now" / name),
+                )
                 lines = compare(before, now)
                 differing += bool(lines)
-                print(f"{name}: {f'{len(lines)} differences' if lines else f'{len(before)} values and files agree to the last bit'}")
+                print(
+                    f"{name}:"
+                    f" {f'{len(lines)} differences' if lines else f'{len(before)} values and files agree to the last bit'}"
+                )
                 print("".join(f"  {line}\n" for line in lines[:20]), end="", flush=True)
         finally:
             subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", tree], check=True)

@@ -1,9 +1,11 @@
-"""Trajectory-wise, step-wise and merged samples of the same episodes: how many, how long, and what an update over them takes.
+"""Trajectory-wise, step-wise and merged samples of the same episodes: how many, how long, and what an update over them
+takes.
 
     python benchmarks/samples.py [--episodes 32] [--longest 2000] [--hops 3]
 
-A player that reads the documents answers questions of the retrieval environment, thinking before every action. The episodes are played under a
-chat template that keeps what was said and under one that leaves the thinking out of earlier turns, as many do. Prints Markdown.
+A player that reads the documents answers questions of the retrieval environment, thinking before every action. The
+episodes are played under a chat template that keeps what was said and under one that leaves the thinking out of earlier
+turns, as many do. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ KEEPS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-STRIPS = KEEPS.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}")
+STRIPS = KEEPS.replace(
+    "{{ m.content }}", "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}"
+)
 FACTS = {
     "born": r"{} was born in (\w+)\.",
     "work": r"{} works as a (\w+)\.",
@@ -62,7 +66,9 @@ class Environment:
         self.shown, info = self.inner.reset(seed=self.seed)
         return self.shown, info
 
-    async def step(self, action: str, response: Response | None = None) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    async def step(
+        self, action: str, response: Response | None = None
+    ) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Search or answer."""
         answer = self.inner.step(action)
         self.shown = answer[0]
@@ -93,7 +99,9 @@ class Reader:
     async def generate(self, *, turn: int, ids: np.ndarray | None = None, max_new_tokens: int, **_: Any) -> Generation:
         """The response in tokens, closed by the stop token; the log-probs mean nothing here."""
         assert ids is not None
-        written = np.concatenate([self.chat.continue_text(ids, f"{THOUGHT} {self.action()}"), self.chat.stop_ids[:1]]).astype(np.int32)
+        written = np.concatenate(
+            [self.chat.continue_text(ids, f"{THOUGHT} {self.action()}"), self.chat.stop_ids[:1]]
+        ).astype(np.int32)
         assert len(written) <= max_new_tokens
         zeros = np.zeros(len(written))
         return Generation(self.chat.decode(written), written, zeros.astype(np.float32), zeros.astype(np.int32), "stop")
@@ -110,7 +118,9 @@ def managers() -> dict[str, TrajectoryManager | StepwiseManager]:
     }
 
 
-def play(manager: TrajectoryManager | StepwiseManager, chat: Chat, options: dict[str, Any], episodes: int) -> list[Trajectory]:
+def play(
+    manager: TrajectoryManager | StepwiseManager, chat: Chat, options: dict[str, Any], episodes: int
+) -> list[Trajectory]:
     """The episodes of seeds 0…n−1; each ends with the right answer."""
     limits = Limits(sequence_length=2**20, max_new_tokens=200, max_tokens_per_step=200, max_turns=10)
     out = []
@@ -130,8 +140,15 @@ def model(folder: Path, options: dict[str, Any], template: str) -> tuple[Path, C
         corpus = environment.corpus
         shown = [text_of(corpus, document) for document in range(len(corpus.names))]
         shown += [environment.reset(seed=seed)[0] for seed in range(200)] + ["Right."]
-        said = [THOUGHT, *(f" {kind}: {word}" for kind in ("search", "answer") for word in corpus.index), *(f" {name}" for name in corpus.names)]
-        return [*({"role": "user", "content": text} for text in shown), *({"role": "assistant", "content": text} for text in said)]
+        said = [
+            THOUGHT,
+            *(f" {kind}: {word}" for kind in ("search", "answer") for word in corpus.index),
+            *(f" {name}" for name in corpus.names),
+        ]
+        return [
+            *({"role": "user", "content": text} for text in shown),
+            *({"role": "assistant", "content": text} for text in said),
+        ]
 
     source = HfModelSource(None, ModelSourceContext(cache=folder, texts=texts))
     sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 65536}
@@ -152,7 +169,8 @@ class Cost:
 
 
 def cost(batch: Batch, folder: Path, repeats: int) -> Cost:
-    """What an update over all samples costs, at learning rate 0: micro-batches of `ROWS` samples of similar length, the least of `repeats` runs."""
+    """What an update over all samples costs, at learning rate 0: micro-batches of `ROWS` samples of similar length, the
+    least of `repeats` runs."""
     context = TrainContext(
         model=folder,
         role="actor_train",
@@ -185,7 +203,10 @@ def cost(batch: Batch, folder: Path, repeats: int) -> Cost:
 
 def table(template: str, options: dict[str, Any], episodes: int, repeats: int) -> str:
     """Markdown of all ways to cut under one chat template."""
-    lines = ["| samples of | samples | tokens | padded tokens | longest | update CPU s | gradient norm |", "|---|---:|---:|---:|---:|---:|---:|"]
+    lines = [
+        "| samples of | samples | tokens | padded tokens | longest | update CPU s | gradient norm |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
     said: Sequence[list[str]] | None = None
     with tempfile.TemporaryDirectory() as temporary:
         folder, chat = model(Path(temporary), options, template)
@@ -195,7 +216,10 @@ def table(template: str, options: dict[str, Any], episodes: int, repeats: int) -
             assert said is None or actions == said
             said = actions
             c = cost(build_batch(played, [manager.samples(trajectory) for trajectory in played]), folder, repeats)
-            lines.append(f"| {name} | {c.samples:,} | {c.tokens:,} | {c.padded:,} | {c.longest:,} | {c.seconds:.1f} | {c.gradient:.6f} |")
+            lines.append(
+                f"| {name} | {c.samples:,} | {c.tokens:,} | {c.padded:,} | {c.longest:,} | {c.seconds:.1f} |"
+                f" {c.gradient:.6f} |"
+            )
     return "\n".join(lines)
 
 
@@ -210,7 +234,10 @@ def main() -> None:
     options = {"num_documents": 100, "document_tokens": [100, asked.longest], "hops": asked.hops}
     print(f"{asked.episodes} episodes of {asked.hops + 1} turns, documents of 100 to {asked.longest:,} tokens,")
     print(f"{ROWS} samples a micro-batch, one CPU thread.")
-    for title, template in (("The template keeps what was said", KEEPS), ("The template leaves thinking out of earlier turns", STRIPS)):
+    for title, template in (
+        ("The template keeps what was said", KEEPS),
+        ("The template leaves thinking out of earlier turns", STRIPS),
+    ):
         print(f"\n{title}:\n\n{table(template, options, asked.episodes, asked.repeats)}")
 
 

@@ -1,4 +1,5 @@
-"""What the scheduler costs: CPU time a turn with a backend and an inline environment that do nothing. `python benchmarks/scheduler.py`"""
+"""What the scheduler costs: CPU time a turn with a backend and an inline environment that do nothing. `python
+benchmarks/scheduler.py`"""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ class NullBackend:
 async def measure(environments: int, turns: int) -> float:
     """CPU microseconds a turn, for one batch after a batch that builds the environments."""
     limits = Limits(sequence_length=8, max_new_tokens=1, max_tokens_per_step=1, max_turns=turns)
-    plan = TagPlan("null", NullEnvironment, NullManager(), limits, environments // GROUP_SIZE, GROUP_SIZE, step="inline")
+    plan = TagPlan(
+        "null", NullEnvironment, NullManager(), limits, environments // GROUP_SIZE, GROUP_SIZE, step="inline"
+    )
     scheduler = Scheduler([plan], RolloutSettings(seed=0), NullBackend(), None)  # type: ignore[arg-type]
     await scheduler.next_batch(0, version=0)
     start = time.process_time()
@@ -81,8 +84,12 @@ def main() -> None:
     print(f"{'environments':>12}  {'turns':>8}  {'µs CPU a turn (median)':>22}  {'goal':>6}")
     costs = []
     for environments in options.environments:
-        costs.append(float(np.median([asyncio.run(measure(environments, options.turns)) for _ in range(options.repeats)])))
-        print(f"{environments:>12}  {environments * options.turns:>8}  {costs[-1]:>22.1f}  {'< ' + format(GOAL, 'g'):>6}")
+        costs.append(
+            float(np.median([asyncio.run(measure(environments, options.turns)) for _ in range(options.repeats)]))
+        )
+        print(
+            f"{environments:>12}  {environments * options.turns:>8}  {costs[-1]:>22.1f}  {'< ' + format(GOAL, 'g'):>6}"
+        )
     print(f"last ÷ first: {costs[-1] / costs[0]:.2f} (1 is linear)")
     raise SystemExit(max(costs) >= GOAL)
 

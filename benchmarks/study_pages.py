@@ -1,4 +1,5 @@
-"""The study's pages: what the finished runs' lines say, as Markdown tables and pictures. Nothing here is typed in by hand."""
+"""The study's pages: what the finished runs' lines say, as Markdown tables and pictures. Nothing here is typed in by
+hand."""
 
 from __future__ import annotations
 
@@ -15,18 +16,25 @@ LEVELS = 512
 REACHED = 0.5
 NAMES = {"trajectory": "trajectory", "stepwise": "stepwise", "merged": "stepwise, merged"}
 COLOURS = {"grpo": "tab:blue", "gigpo": "tab:orange", "gae": "tab:green", "reinforce_plus_plus": "tab:red"}
-PAGES = {"frozen_lake": ("study.md", "FrozenLake: every cut and every estimator"), "sokoban": ("sokoban.md", "Sokoban: two cuts, two estimators")}
+PAGES = {
+    "frozen_lake": ("study.md", "FrozenLake: every cut and every estimator"),
+    "sokoban": ("sokoban.md", "Sokoban: two cuts, two estimators"),
+}
 BEGIN, END = "<!-- written by benchmarks/study.py: {} -->\n", "<!-- end of {} -->\n"
 
 
 def write(lines: Sequence[Line], results: Path, images: Path) -> None:
-    """The tables under `results`, the pictures under `images`, and the tables again in `images`/../learning.md between its marks."""
+    """The tables under `results`, the pictures under `images`, and the tables again in `images`/../learning.md between
+    its marks."""
     results.mkdir(parents=True, exist_ok=True)
     images.mkdir(parents=True, exist_ok=True)
     texts = {"frozen_lake": lake_tables(lines), "sokoban": sokoban_table(lines)}
     for env, (name, title) in PAGES.items():
         if any(line["env"] == env for line in lines):
-            head = f"# {title}\n\n`make study ARGS=--write`; what the numbers mean: [learning](../../docs/learning.md).\n\n"
+            head = (
+                f"# {title}\n\n`make study ARGS=--write`; what the numbers mean:"
+                " [learning](../../docs/learning.md).\n\n"
+            )
             (results / name).write_text(head + texts[env], encoding="utf-8")
             into(images.parent / "learning.md", env, texts[env])
     draw(lines, images)
@@ -42,7 +50,8 @@ def into(page: Path, mark: str, text: str) -> None:
     page.write_text(f"{head}{begin}\n{text}\n{end}{tail}", encoding="utf-8")
 
 
-# ---- FrozenLake -------------------------------------------------------------------------------------------------------------------------------
+# ---- FrozenLake
+# -------------------------------------------------------------------------------------------------------------------------------
 
 
 def lake_tables(lines: Iterable[Line]) -> str:
@@ -53,16 +62,26 @@ def lake_tables(lines: Iterable[Line]) -> str:
     players = next((line["players"] for line in lines if line["players"]), {})
     bar = players.get("random")
     told = [budget(lines, "maps"), ""]
-    told += [f"| samples | estimator | {' | '.join(f'seed {s}' for s in seeds)} | mean | untrained | seeds above random play |"]
+    told += [
+        f"| samples | estimator | {' | '.join(f'seed {s}' for s in seeds)} | mean | untrained | seeds above random"
+        " play |"
+    ]
     told += [f"|---|---|{'---:|' * (len(seeds) + 3)}"]
     for manager, estimator in _ordered(found):
         of = {line["seed"]: line for line in found[manager, estimator]}
         cells = [f"{final(of[s]):.3f}" if s in of else "–" for s in seeds]
-        above = "–" if bar is None else f"{sum(errors_above(final(line), bar) >= 2 for line in of.values())} of {len(of)}"
+        above = (
+            "–" if bar is None else f"{sum(errors_above(final(line), bar) >= 2 for line in of.values())} of {len(of)}"
+        )
         mean, before = statistics.mean(map(final, of.values())), statistics.mean(map(untrained, of.values()))
         told.append(f"| {NAMES[manager]} | `{estimator}` | {' | '.join(cells)} | {mean:.3f} | {before:.3f} | {above} |")
     if players:
-        told += ["", "| player without a model | success |", "|---|---:|", *(f"| {name} | {value:.3f} |" for name, value in players.items())]
+        told += [
+            "",
+            "| player without a model | success |",
+            "|---|---:|",
+            *(f"| {name} | {value:.3f} |" for name, value in players.items()),
+        ]
     told += ["", "What a run used, means over the seeds:", "", *usage(found)]
     told += [
         "",
@@ -76,18 +95,29 @@ def lake_tables(lines: Iterable[Line]) -> str:
 def usage(found: Mapping[tuple[str, str], Sequence[Line]]) -> list[str]:
     """Samples, tokens and time of every combination."""
     told = [
-        "| samples | estimator | turns each, at the end | samples each | samples each, at the end | million tokens | CPU s | wall s |",
+        (
+            "| samples | estimator | turns each, at the end | samples each | samples each, at the end | million tokens"
+            " | CPU s | wall s |"
+        ),
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for key in _ordered(found):
         of = found[key]
         each = statistics.mean(line["samples"] / line["trajectories"] for line in of)
         told.append(
-            f"| {NAMES[key[0]]} | `{key[1]}` | {_mean(of, 'last_turns'):.2f} | {each:.2f} | {_mean(of, 'last_samples'):.2f} "
-            f"| {_mean(of, 'tokens') / 1e6:.2f} | {_mean(of, 'cpu'):.0f} | {_mean(of, 'wall'):.0f} |"
+            f"| {NAMES[key[0]]} | `{key[1]}` | {_mean(of, 'last_turns'):.2f} | {each:.2f} |"
+            f" {_mean(of, 'last_samples'):.2f} | {_mean(of, 'tokens') / 1e6:.2f} | {_mean(of, 'cpu'):.0f} |"
+            f" {_mean(of, 'wall'):.0f} |"
         )
     machines = sorted({line["machine"] for of in found.values() for line in of})
-    return [*told, "", f"Each: per trajectory; at the end: the last tenth of the steps. Machine: {'; '.join(machines)}, no GPU, one run at a time."]
+    return [
+        *told,
+        "",
+        (
+            f"Each: per trajectory; at the end: the last tenth of the steps. Machine: {'; '.join(machines)}, no GPU,"
+            " one run at a time."
+        ),
+    ]
 
 
 def reached(found: Mapping[tuple[str, str], Sequence[Line]], seeds: Sequence[int]) -> list[str]:
@@ -95,13 +125,17 @@ def reached(found: Mapping[tuple[str, str], Sequence[Line]], seeds: Sequence[int
     told = [f"| samples | estimator | {' | '.join(f'seed {s}' for s in seeds)} |", f"|---|---|{'---:|' * len(seeds)}"]
     for key in _ordered(found):
         if key[1] in ("grpo", "gigpo"):
-            firsts = {line["seed"]: next((x for x, y in zip(*curve(line, "training")) if y >= REACHED), None) for line in found[key]}
+            firsts = {
+                line["seed"]: next((x for x, y in zip(*curve(line, "training")) if y >= REACHED), None)
+                for line in found[key]
+            }
             cells = ["–" if s not in firsts else "never" if firsts[s] is None else f"{firsts[s]:,.0f}" for s in seeds]
             told.append(f"| {NAMES[key[0]]} | `{key[1]}` | {' | '.join(cells)} |")
     return told
 
 
-# ---- Sokoban ----------------------------------------------------------------------------------------------------------------------------------
+# ---- Sokoban
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 
 def sokoban_table(lines: Iterable[Line]) -> str:
@@ -115,7 +149,10 @@ def sokoban_table(lines: Iterable[Line]) -> str:
     told = [
         budget(lines, "rooms"),
         "",
-        "| samples | estimator | seed | untrained | trained | difference in standard errors | against random play | CPU s | wall s |",
+        (
+            "| samples | estimator | seed | untrained | trained | difference in standard errors | against random play |"
+            " CPU s | wall s |"
+        ),
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for manager, estimator in _ordered(found):
@@ -123,15 +160,21 @@ def sokoban_table(lines: Iterable[Line]) -> str:
             before, after = untrained(line), final(line)
             against = "–" if bar is None else f"{errors_above(after, bar):+.1f}"
             told.append(
-                f"| {NAMES[manager]} | `{estimator}` | {line['seed']} | {before:.3f} | {after:.3f} | {errors_above(after, before):+.1f} | {against} "
-                f"| {line['cpu']:.0f} | {line['wall']:.0f} |"
+                f"| {NAMES[manager]} | `{estimator}` | {line['seed']} | {before:.3f} | {after:.3f} |"
+                f" {errors_above(after, before):+.1f} | {against} | {line['cpu']:.0f} | {line['wall']:.0f} |"
             )
     if players:
-        told += ["", "| player without a model | success |", "|---|---:|", *(f"| {name} | {value:.3f} |" for name, value in players.items())]
+        told += [
+            "",
+            "| player without a model | success |",
+            "|---|---:|",
+            *(f"| {name} | {value:.3f} |" for name, value in players.items()),
+        ]
     return "\n".join(told) + "\n"
 
 
-# ---- numbers ----------------------------------------------------------------------------------------------------------------------------------
+# ---- numbers
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 
 def final(line: Line) -> float:
@@ -145,7 +188,8 @@ def untrained(line: Line) -> float:
 
 
 def errors_above(share: float, other: float, count: int = LEVELS) -> float:
-    """By how many standard errors one share of `count` lies above another of as many (two proportions, not pooled, not paired)."""
+    """By how many standard errors one share of `count` lies above another of as many (two proportions, not pooled, not
+    paired)."""
     error = math.sqrt((share * (1 - share) + other * (1 - other)) / count)
     if error == 0.0:
         return 0.0 if share == other else math.copysign(math.inf, share - other)
@@ -155,7 +199,10 @@ def errors_above(share: float, other: float, count: int = LEVELS) -> float:
 def budget(lines: Sequence[Line], levels: str) -> str:
     """What was measured, after how much training."""
     trajectories, steps = _only(lines, "trajectories"), _only(lines, "steps")
-    return f"Greedy success on {LEVELS} held-out {levels} after {trajectories:,.0f} training trajectories ({steps:.0f} steps)."
+    return (
+        f"Greedy success on {LEVELS} held-out {levels} after {trajectories:,.0f} training trajectories ({steps:.0f}"
+        " steps)."
+    )
 
 
 def _mean(lines: Iterable[Line], name: str) -> float:
@@ -174,11 +221,13 @@ def _ordered(found: Mapping[tuple[str, str], Any]) -> list[tuple[str, str]]:
     return sorted(found, key=lambda key: (MANAGERS.index(key[0]), ESTIMATORS.index(key[1])))
 
 
-# ---- pictures ---------------------------------------------------------------------------------------------------------------------------------
+# ---- pictures
+# ---------------------------------------------------------------------------------------------------------------------------------
 
 
 def draw(lines: Sequence[Line], images: Path) -> None:
-    """study.png: all estimators; study_gigpo.png: GiGPO against GRPO; one panel a cut, held-out success over trajectories."""
+    """study.png: all estimators; study_gigpo.png: GiGPO against GRPO; one panel a cut, held-out success over
+    trajectories."""
     found = by_combination(lines, "frozen_lake")
     if found:
         panels(found, ESTIMATORS, "evals", images / "study.png")
@@ -186,7 +235,8 @@ def draw(lines: Sequence[Line], images: Path) -> None:
 
 
 def panels(found: Mapping[tuple[str, str], Sequence[Line]], estimators: Sequence[str], rows: str, path: Path) -> None:
-    """Thin lines are seeds, thick ones their mean. `rows`: `evals`, or `both`: success in training below (mean of five steps)."""
+    """Thin lines are seeds, thick ones their mean. `rows`: `evals`, or `both`: success in training below (mean of five
+    steps)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -226,4 +276,6 @@ def curve(line: Line, kind: str) -> tuple[list[float], list[float]]:
     if kind == "evals":
         return [step * each for step, *_ in line["evals"]], [success for _, success, *_ in line["evals"]]
     shares = line["training"]
-    return [(i + 1) * each for i in range(len(shares))], [statistics.mean(shares[max(0, i - 4) : i + 1]) for i in range(len(shares))]
+    return [(i + 1) * each for i in range(len(shares))], [
+        statistics.mean(shares[max(0, i - 4) : i + 1]) for i in range(len(shares))
+    ]

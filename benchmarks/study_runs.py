@@ -1,6 +1,8 @@
-"""The study's runs: every combination as a configuration, played out one after the other, its numbers kept as one JSON line.
+"""The study's runs: every combination as a configuration, played out one after the other, its numbers kept as one JSON
+line.
 
-A line is found again by the run's name and the digest of its configuration, so a finished run is not run again and a changed one is.
+A line is found again by the run's name and the digest of its configuration, so a finished run is not run again and a
+changed one is.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ LINEAR = {"learning_rate": 3.0e-3, "lr_scheduler_type": "linear", "warmup_steps"
 
 @frozen
 class Run:
-    """One training: which environment, how it is cut into samples, which estimator, which seed, and its whole configuration."""
+    """One training: which environment, how it is cut into samples, which estimator, which seed, and its whole
+    configuration."""
 
     env: str
     manager: str
@@ -53,7 +56,8 @@ class Run:
 
 
 def manager_of(cut: str, history: int | None) -> dict[str, Any]:
-    """The environment manager's block. `history`: earlier turns that a step-wise prompt shows; a trajectory, and what is to merge, show all."""
+    """The environment manager's block. `history`: earlier turns that a step-wise prompt shows; a trajectory, and what
+    is to merge, show all."""
     if cut == "trajectory":
         return {"use": "trajectory", "action_pattern": "(.*)"}
     if cut == "merged":
@@ -62,20 +66,26 @@ def manager_of(cut: str, history: int | None) -> dict[str, Any]:
 
 
 def choose_estimator(config: dict[str, Any], estimator: str) -> None:
-    """Give `config` the estimator: the group-relative ones keep its `reward_normalization`, `gae` gets a critic, the others their defaults."""
+    """Give `config` the estimator: the group-relative ones keep its `reward_normalization`, `gae` gets a critic, the
+    others their defaults."""
     config["adv_estimator"] = estimator
     if estimator not in ("grpo", "gigpo"):
         config.pop("reward_normalization", None)
     if estimator in ("gigpo", "reinforce_plus_plus"):
-        # with the 0.03 of the examples both kept to one direction by step 20: their advantages are larger beside the entropy bonus
+        # with the 0.03 of the examples both kept to one direction by step 20: their advantages are larger beside the
+        # entropy bonus
         config["entropy_loss_coef"] = {"start": 0.1, "end": 0.0}
     if estimator == "gae":
-        batches = {name: config["actor_train"]["training_args"][name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
+        batches = {
+            name: config["actor_train"]["training_args"][name]
+            for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+        }
         config["critic"] = {"training_args": {**LINEAR, **batches}}
 
 
 def frozen_lake(cut: str, estimator: str, seed: int, steps: int = STEPS) -> Run:
-    """The main job's lake with shorter episodes and answers and half its batch, four updates a step as there: 36 runs in about an hour."""
+    """The main job's lake with shorter episodes and answers and half its batch, four updates a step as there: 36 runs
+    in about an hour."""
     config = _example("frozen_lake.yaml")
     config |= {"max_steps": steps, "eval_steps": max(1, steps // 6), "sequence_length": 320, "rollout_batch_size": 128}
     config["train_env_manager"]["num_env_groups"] = 8
@@ -101,7 +111,9 @@ def all_runs(seeds: Iterable[int] = (0, 1, 2)) -> list[Run]:
     for number, seed in enumerate(seeds):
         runs += [frozen_lake(cut, estimator, seed) for estimator in ESTIMATORS for cut in MANAGERS]
         if number == 0:
-            runs += [sokoban(cut, estimator, seed) for estimator in ("grpo", "gigpo") for cut in ("stepwise", "trajectory")]
+            runs += [
+                sokoban(cut, estimator, seed) for estimator in ("grpo", "gigpo") for cut in ("stepwise", "trajectory")
+            ]
     return runs
 
 
@@ -122,7 +134,8 @@ def _finished(env: str, config: dict[str, Any], cut: str, estimator: str, seed: 
     return Run(env, cut, estimator, seed, config)
 
 
-# ---- running ----------------------------------------------------------------------------------------------------------------------------------
+# ---- running
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 
 def finished(work: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -181,14 +194,20 @@ def play(run: Run, work: Path) -> dict[str, Any] | None:
 
 
 def measured(told: list[dict[str, float]]) -> dict[str, Any]:
-    """What a run's metrics say: greedy success on held-out levels over the steps, success in training, and what was used."""
+    """What a run's metrics say: greedy success on held-out levels over the steps, success in training, and what was
+    used."""
     trained = [line for line in told if "rollout/samples" in line]
     held_out = [line for line in told if "val/success" in line]
     tenth = trained[-max(1, len(trained) // 10) :]
     return {
         "steps": len(trained),
         "evals": [[line["step"], line["val/success"], line["val/score/mean"]] for line in held_out],
-        "failed": sum(value for line in held_out for name, value in line.items() if name.startswith("val/") and name.endswith("/failed")),
+        "failed": sum(
+            value
+            for line in held_out
+            for name, value in line.items()
+            if name.startswith("val/") and name.endswith("/failed")
+        ),
         "training": [line["rollout/success"] for line in trained],
         "entropy": [line["policy/entropy"] for line in trained],
         "trajectories": sum(line["rollout/episodes"] for line in trained),
@@ -205,7 +224,9 @@ def players(report: Path) -> dict[str, float]:
     """The success of the players without a model, from the run's report: its table that begins with `player`."""
     lines = report.read_text(encoding="utf-8").splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("| player |"))
-    rows = [line.strip("| ").split("|") for line in itertools.takewhile(lambda line: line.startswith("|"), lines[start:])]
+    rows = [
+        line.strip("| ").split("|") for line in itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
+    ]
     column = next(i for i, name in enumerate(rows[0]) if name.strip().endswith("success"))
     return {row[0].strip(): float(row[column]) for row in rows[2:] if not row[0].startswith("model")}
 
@@ -214,9 +235,16 @@ def machine() -> str:
     """The machine in a few words."""
     model = ""
     if Path("/proc/cpuinfo").exists():
-        names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
         model = f" ({names[0]})" if names else ""
-    return f"{os.cpu_count()} cores of {platform.machine()}{model}, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}"
+    return (
+        f"{os.cpu_count()} cores of {platform.machine()}{model},"
+        f" OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}"
+    )
 
 
 def by_combination(lines: Iterable[Mapping[str, Any]], env: str) -> dict[tuple[str, str], list[Mapping[str, Any]]]:

@@ -35,7 +35,9 @@ def imports(known: list[str]) -> set[tuple[str, str]]:
             for node in ast.walk(ast.parse(path.read_text())):
                 names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
                 if isinstance(node, ast.ImportFrom) and node.module:
-                    names = [f"{node.module}.{a.name}" for a in node.names] if node.module == "turnwise" else [node.module]
+                    names = (
+                        [f"{node.module}.{a.name}" for a in node.names] if node.module == "turnwise" else [node.module]
+                    )
                 wanted |= {name.split(".")[1] for name in names if name.startswith("turnwise.")}
             found.update((layer, other) for other in wanted & set(known) - {layer})
     return found
@@ -44,7 +46,12 @@ def imports(known: list[str]) -> set[tuple[str, str]]:
 def summary(layer: str) -> str:
     """The first sentence of the layer's docstring."""
     folder = CORE / layer
-    text = ast.get_docstring(ast.parse((folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")).read_text())) or ""
+    text = (
+        ast.get_docstring(
+            ast.parse((folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")).read_text())
+        )
+        or ""
+    )
     line = text.split("\n")[0]
     return line if len(line) <= 92 else line[: line.rfind(" ", 0, 90)] + " …"
 
@@ -66,7 +73,16 @@ def picture() -> str:
     for i, row in enumerate(rows):
         share = WIDTH / len(row)
         for j, name in enumerate(row):
-            body.append(_box(LEFT + j * share, top[name], share - (4 if len(row) > 1 else 0), f"turnwise.{name}", summary(name), len(row) > 1))
+            body.append(
+                _box(
+                    LEFT + j * share,
+                    top[name],
+                    share - (4 if len(row) > 1 else 0),
+                    f"turnwise.{name}",
+                    summary(name),
+                    len(row) > 1,
+                )
+            )
     lane = 0
     for lane, (upper, lower) in enumerate(sorted(imports(known), key=lambda pair: (top[pair[0]], top[pair[1]], pair))):
         body.append(_arrow(upper, lower, top[upper], top[lower], lane))
@@ -76,8 +92,8 @@ def picture() -> str:
     total = end + 20 + len(families()) * (HEIGHT + 8) + 10
     right = LEFT + WIDTH + 30 + lane * 9
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right} {total}" font-family="sans-serif" font-size="13">\n'
-        f'<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right} {total}" font-family="sans-serif"'
+        ' font-size="13">\n<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
 
 

@@ -1,4 +1,5 @@
-"""Writes the generated parts of the documentation: the configuration reference, the table of plugins, and the picture of the core.
+"""Writes the generated parts of the documentation: the configuration reference, the table of plugins, and the picture
+of the core.
 
 `--check` changes nothing and fails if a part is out of date.
 """
@@ -32,7 +33,9 @@ def plugin_table() -> str:
         folder = entry.distribution.removeprefix("turnwise-")
         if entry.distribution == "turnwise" or folder in ours:
             link = f"[{entry.distribution}](../{folders.get(folder, 'core')})"
-            lines.append(f"| {entry.kind.replace('_', ' ')} | `{entry.name}` | {link} | {entry.implementation.summary} |")
+            lines.append(
+                f"| {entry.kind.replace('_', ' ')} | `{entry.name}` | {link} | {entry.implementation.summary} |"
+            )
     return "\n".join(lines)
 
 

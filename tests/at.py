@@ -1,6 +1,8 @@
-"""Runs the command line and does something to its own process at the nth call of a function: `at.py MODULE:NAME NTH ACTION ARGUMENT…`.
+"""Runs the command line and does something to its own process at the nth call of a function: `at.py MODULE:NAME NTH
+ACTION ARGUMENT…`.
 
-ACTION: `kill` (SIGKILL), `interrupt` (SIGINT, as Ctrl-C), `interrupt-twice`, `fill:BYTES` (no file may grow beyond, from now on).
+ACTION: `kill` (SIGKILL), `interrupt` (SIGINT, as Ctrl-C), `interrupt-twice`, `fill:BYTES` (no file may grow beyond,
+from now on).
 """
 
 import functools

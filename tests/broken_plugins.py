@@ -1,7 +1,8 @@
-"""Broken plugins: `python tests/broken_plugins.py` names each in a configuration for `plan` and `check`, and prints what should not be.
+"""Broken plugins: `python tests/broken_plugins.py` names each in a configuration for `plan` and `check`, and prints
+what should not be.
 
-Each is one file beside the configuration that chooses what the file gives. The answer is a line that names the plugin and the fix, never a
-traceback, a success that is none, a hang, or a word of the plugin's on the output."""
+Each is one file beside the configuration that chooses what the file gives. The answer is a line that names the plugin
+and the fix, never a traceback, a success that is none, a hang, or a word of the plugin's on the output."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ CHOSEN = {
 
 @frozen
 class Broken:
-    """A plugin: its file, and the hook whose implementation the configuration names. `fine`: odd, and nothing is wrong."""
+    """A plugin: its file, and the hook whose implementation the configuration names. `fine`: odd, and nothing is
+    wrong."""
 
     name: str
     source: str
@@ -124,25 +126,42 @@ OPTIONS = {
     "a required option": "@frozen\nclass C:\n    x: int\n",
     "a default that raises": "def f():\n    raise KeyError('x')\n@frozen\nclass C:\n    x: int = field(factory=f)\n",
     "a default that exits": "def f():\n    raise SystemExit(0)\n@frozen\nclass C:\n    x: int = field(factory=f)\n",
-    "a validator that raises": "def f(*_):\n    raise RuntimeError('no')\n@frozen\nclass C:\n    x: int = field(default=1, validator=f)\n",
-    "a validator whose error has no text": f"{SHY}def f(*_):\n    raise Shy\n@frozen\nclass C:\n    x: int = field(default=1, validator=f)\n",
+    "a validator that raises": (
+        "def f(*_):\n    raise RuntimeError('no')\n@frozen\nclass C:\n    x: int = field(default=1, validator=f)\n"
+    ),
+    "a validator whose error has no text": (
+        f"{SHY}def f(*_):\n    raise Shy\n@frozen\nclass C:\n    x: int = field(default=1, validator=f)\n"
+    ),
     "a type that is not there": "@frozen\nclass C:\n    x: 'Nothing' = 1\n",
     "a check that raises": "@frozen\nclass C:\n    def check(self, run):\n        raise RuntimeError('no')\n",
     "a check that exits": "@frozen\nclass C:\n    def check(self, run):\n        raise SystemExit(0)\n",
     "a check that gives text": "@frozen\nclass C:\n    def check(self, run):\n        return ['wrong']\n",
     "a check that gives None": "@frozen\nclass C:\n    def check(self, run):\n        return None\n",
-    "capabilities that raise": "@frozen\nclass C:\n    @property\n    def capabilities(self):\n        raise RuntimeError('no')\n",
+    "capabilities that raise": (
+        "@frozen\nclass C:\n    @property\n    def capabilities(self):\n        raise RuntimeError('no')\n"
+    ),
     "capabilities that are a number": "@frozen\nclass C:\n    capabilities = 3\n",
 }
 STRATEGIES = {
     "no method at all": "object",
     "a check that raises": "type('S', (FakeStrategy,), {'check': classmethod(lambda cls, config, context: 1 / 0)})",
     "a check that exits": "type('S', (FakeStrategy,), {'check': classmethod(lambda cls, config, context: exit(0))})",
-    "a check that gives text": "type('S', (FakeStrategy,), {'check': classmethod(lambda cls, config, context: ['wrong'])})",
+    "a check that gives text": (
+        "type('S', (FakeStrategy,), {'check': classmethod(lambda cls, config, context: ['wrong'])})"
+    ),
     "a check that gives None": "type('S', (FakeStrategy,), {'check': classmethod(lambda cls, config, context: None)})",
     "capabilities that are a number": "type('S', (FakeStrategy,), {'capabilities': 3})",
 }
-CONSTRUCTED = ("loggers", "env_managers", "advantage_estimators", "environments", "batch_adjusts", "group_filters", "model_sources", "runtimes")
+CONSTRUCTED = (
+    "loggers",
+    "env_managers",
+    "advantage_estimators",
+    "environments",
+    "batch_adjusts",
+    "group_filters",
+    "model_sources",
+    "runtimes",
+)
 BUILDERS = {
     "whose constructor raises": "class T:\n    def __init__(self, *a, **k):\n        raise RuntimeError('no')\n",
     "whose constructor exits": "class T:\n    def __init__(self, *a, **k):\n        raise SystemExit(0)\n",
@@ -158,18 +177,34 @@ def broken() -> Iterator[Broken]:
     for name, record in RECORDS.items():
         yield Broken(f"record: {name}", hooked(record), "loggers")
     for name, options in OPTIONS.items():
-        hook, target = ("train_strategies", "FakeStrategy") if "capabilities" in name else ("advantage_estimators", "FakeEstimator")
+        hook, target = (
+            ("train_strategies", "FakeStrategy")
+            if "capabilities" in name
+            else ("advantage_estimators", "FakeEstimator")
+        )
         yield Broken(f"options: {name}", given(target, hook, options, ", config=C"), hook)
     for name, target in STRATEGIES.items():
         yield Broken(f"strategy: {name}", given(target, "train_strategies"), "train_strategies")
-        yield Broken(f"backend: {name}", given(target.replace("FakeStrategy", "FakeBackend"), "inference_backends"), "inference_backends")
+        yield Broken(
+            f"backend: {name}",
+            given(target.replace("FakeStrategy", "FakeBackend"), "inference_backends"),
+            "inference_backends",
+        )
     for name, source in BUILDERS.items():
         for hook in CONSTRUCTED:
-            late = hook in ("loggers", "runtimes")  # what is built when a run starts, for it opens files and takes devices
+            late = hook in (
+                "loggers",
+                "runtimes",
+            )  # what is built when a run starts, for it opens files and takes devices
             yield Broken(f"{hook}: {name}", given("T", hook, source), hook, fine=late)
     yield Broken("a misspelt hook", hooked("[]", "logers"), "loggers")
     yield Broken("a hook with an argument", f"{HEAD}@turnwise.hookimpl\ndef loggers(x):\n    return []\n", "loggers")
-    yield Broken("prints everywhere", "print('import')\n" + given("T", "advantage_estimators", PRINTING), "advantage_estimators", fine=True)
+    yield Broken(
+        "prints everywhere",
+        "print('import')\n" + given("T", "advantage_estimators", PRINTING),
+        "advantage_estimators",
+        fine=True,
+    )
 
 
 PRINTING = """\
@@ -183,7 +218,9 @@ class T(FakeEstimator):
 
 def mutated() -> Any:
     """The module beside, whose judge this one shares."""
-    spec = importlib.util.spec_from_file_location("mutated_yamls_of_plugins", Path(__file__).with_name("mutated_yamls.py"))
+    spec = importlib.util.spec_from_file_location(
+        "mutated_yamls_of_plugins", Path(__file__).with_name("mutated_yamls.py")
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

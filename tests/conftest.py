@@ -1,4 +1,5 @@
-"""Whole runs for the tests that cross distributions: two small configurations, run here or in a process of their own."""
+"""Whole runs for the tests that cross distributions: two small configurations, run here or in a process of their
+own."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ FAKE = written(
         "actor_infer.strategy_args.strategy_name": "fake_backend",
         "train_env_manager": {"num_env_groups": 2, "group_size": 4, "tags": ["Count"]},
         "val_env_manager": {"num_env_groups": 4, "group_size": 1, "tags": ["Count"]},
-        "custom_envs": {"Count": {"env_type": "fake_env", "env_manager": "fake_manager", "max_steps": 3, "step": "inline"}},
+        "custom_envs": {
+            "Count": {"env_type": "fake_env", "env_manager": "fake_manager", "max_steps": 3, "step": "inline"}
+        },
         "track_with": [{"use": "jsonl", "every": 1}],
     },
 )
@@ -85,8 +88,11 @@ class Run:
         assert result.exit_code == 0, result.output + repr(result.exception)
         return result
 
-    def process(self, *arguments: str, at: tuple[str, int, str] | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-        """`turnwise ARGUMENTS` in a process of its own, which does something to itself at the nth call of a function (see at.py)."""
+    def process(
+        self, *arguments: str, at: tuple[str, int, str] | None = None, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        """`turnwise ARGUMENTS` in a process of its own, which does something to itself at the nth call of a function
+        (see at.py)."""
         before = [str(AT), *map(str, at)] if at else ["-m", "turnwise.cli.main"]
         return subprocess.run(
             [sys.executable, *before, *arguments],
@@ -117,13 +123,16 @@ class Run:
         assert self.metrics(out) == other.metrics(theirs)
         for split in ("train", "val"):
             assert self.trajectories(split, out) == other.trajectories(split, theirs)
-        report, expected = ((run.folder / name / "report.md").read_text() for run, name in ((self, out), (other, theirs)))
+        report, expected = (
+            (run.folder / name / "report.md").read_text() for run, name in ((self, out), (other, theirs))
+        )
         assert report.replace(f"{out}/", "") == expected.replace(f"{theirs}/", "")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Torch computes with one thread, here as in the processes that the tests start: sums depend on it in the last bit."""
+    """Torch computes with one thread, here as in the processes that the tests start: sums depend on it in the last
+    bit."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,6 +1,7 @@
 """Runs the tests of the real engines and prints what ran: `python tests/engines.py [--short] [pytest's arguments]`.
 
-An engine that cannot be imported is a failure of the installation, not a skipped test. `--short` leaves out the tests marked `matrix`, as CI does.
+An engine that cannot be imported is a failure of the installation, not a skipped test. `--short` leaves out the tests
+marked `matrix`, as CI does.
 """
 
 from __future__ import annotations
@@ -26,9 +27,18 @@ def versions() -> dict[str, str]:
     for engine, module in HERE.items():
         # A process of its own: importing an engine may patch torch.
         code = f"import {module} as m; print(getattr(m, '__version__', '?'))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=os.environ | {"DS_ACCELERATOR": "cpu"})
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | {"DS_ACCELERATOR": "cpu"},
+        )
         if done.returncode:
-            sys.exit(f"{engine} cannot be imported in {sys.executable}: {done.stderr.strip().splitlines()[-1]}. Fix: make setup-engines")
+            sys.exit(
+                f"{engine} cannot be imported in {sys.executable}: {done.stderr.strip().splitlines()[-1]}. Fix: make"
+                " setup-engines"
+            )
         found[engine] = done.stdout.strip().splitlines()[-1]
     interpreter = os.environ.get("TURNWISE_SGLANG_PYTHON", "")
     code = "from importlib import metadata; print(metadata.version('sglang'))"
@@ -53,14 +63,24 @@ class Counted:
         if report.when == "call" or report.outcome != "passed":
             self.outcomes[name][report.outcome] += 1
             if report.skipped:
-                self.reasons[name].add(re.sub(r"^Skipped: ", "", report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)))
+                self.reasons[name].add(
+                    re.sub(
+                        r"^Skipped: ",
+                        "",
+                        report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr),
+                    )
+                )
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A module that was skipped or broke as a whole."""
         if report.outcome != "passed":
             name = self._distribution(report.nodeid)
             self.outcomes[name][report.outcome] += 1
-            self.reasons[name].add(str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr).strip().splitlines()[-1])
+            self.reasons[name].add(
+                str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+                .strip()
+                .splitlines()[-1]
+            )
 
     @staticmethod
     def _distribution(nodeid: str) -> str:

@@ -1,7 +1,8 @@
-"""Mutated configurations: `python tests/mutated_yamls.py [COUNT] [SEED]` gives each to `plan` and `check` and prints what should not be.
+"""Mutated configurations: `python tests/mutated_yamls.py [COUNT] [SEED]` gives each to `plan` and `check` and prints
+what should not be.
 
-A mutant must end within seconds in a report whose lines name the place and the fix, or be accepted; what is wrong by construction must be
-refused. Never a traceback, never a success that is none, never a hang."""
+A mutant must end within seconds in a report whose lines name the place and the fix, or be accepted; what is wrong by
+construction must be refused. Never a traceback, never a success that is none, never a hang."""
 
 from __future__ import annotations
 
@@ -91,10 +92,27 @@ NUMBERS = {
     ("train_env_manager", "max_env_failure_rate"),
 }
 """Paths whose values are numbers that are not negative."""
-BLOCKS = ("actor_train", "actor_infer", "train_env_manager", "custom_envs", "reward_normalization", "train_infer_correction")
+BLOCKS = (
+    "actor_train",
+    "actor_infer",
+    "train_env_manager",
+    "custom_envs",
+    "reward_normalization",
+    "train_infer_correction",
+)
 NO_NUMBER: tuple[Any, ...] = ("many", [1], {"a": 1}, [[]], True, "1e", "0x", "", "8 ")
 OUT_OF_RANGE = (-1, -0.5, float("nan"), float("inf"), -float("inf"), -(10**400))
-UNRESOLVED = ("${nope}", "${nope.x}", "${vars.names.${exp_name}}", "${", "${vars.}", "${oc.env:NO_SUCH_VARIABLE_HERE}", "???", "${hydra:run}", "${}")
+UNRESOLVED = (
+    "${nope}",
+    "${nope.x}",
+    "${vars.names.${exp_name}}",
+    "${",
+    "${vars.}",
+    "${oc.env:NO_SUCH_VARIABLE_HERE}",
+    "???",
+    "${hydra:run}",
+    "${}",
+)
 ODD: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2**31, 2**63, 10**18, 1e-320, 0.1, float("inf"), float("nan"), "", " ", "x",
     "a" * 5000, "é€😀", "\ud800", "0o17", "1_000", "1:30", "~", "null", "=", "<<", "a/../../b", "/proc/self/mem",
@@ -153,7 +171,9 @@ def _with(path: tuple[Any, ...], value: Any) -> str:
 
 def _misspelt(rng: random.Random) -> Made:
     data = yaml.safe_load(BASE)
-    path = rng.choice([p for p in _paths(data) if isinstance(p[-1], str) and p[0] not in ("vars",) and "system_envs" not in p[:-1]])
+    path = rng.choice(
+        [p for p in _paths(data) if isinstance(p[-1], str) and p[0] not in ("vars",) and "system_envs" not in p[:-1]]
+    )
     key = path[-1]
     cut = rng.randrange(len(key))
     odd = rng.choice([key[:cut] + key[cut + 1 :], f"{key[:cut]}{rng.choice('xqz_')}{key[cut:]}", key.upper()])
@@ -198,7 +218,14 @@ def _missing(rng: random.Random) -> Made:
     data = yaml.safe_load(BASE)
     path = rng.choice(list(_paths(data)))
     del _holder(data, path)[path[-1]]
-    needed = {("max_steps",), ("rollout_batch_size",), ("pretrain",), ("train_env_manager",), ("custom_envs",), ("custom_envs", "Count", "env_type")}
+    needed = {
+        ("max_steps",),
+        ("rollout_batch_size",),
+        ("pretrain",),
+        ("train_env_manager",),
+        ("custom_envs",),
+        ("custom_envs", "Count", "env_type"),
+    }
     return _dump(data), (), path in needed
 
 
@@ -208,7 +235,31 @@ def _damaged(rng: random.Random) -> Made:
         at = rng.randrange(len(text))
         change = rng.randrange(4)
         bad = rng.choice(
-            ["\t", "\0", "\x1b", ":", "{", "}", "[", "]", "'", '"', "&a ", "*a", "!!x ", "- ", "\n", "#", "%", "@", "`", "|", "🙂", "\u00a0", "? "]
+            [
+                "\t",
+                "\0",
+                "\x1b",
+                ":",
+                "{",
+                "}",
+                "[",
+                "]",
+                "'",
+                '"',
+                "&a ",
+                "*a",
+                "!!x ",
+                "- ",
+                "\n",
+                "#",
+                "%",
+                "@",
+                "`",
+                "|",
+                "🙂",
+                "\u00a0",
+                "? ",
+            ]
         )
         text = text[:at] + ("" if change == 0 else bad) + text[at + (change < 2) :]
     return text, (), False
@@ -232,9 +283,26 @@ def _shuffled(rng: random.Random) -> Made:
 def _overridden(rng: random.Random) -> Made:
     path = rng.choice(list(_paths(yaml.safe_load(BASE))))
     key = ".".join(map(str, path))
-    key = rng.choice([key, f"{key}.x", f"{key}[0]", f"+{key}", f"~{key}", f"{key}.{'a.' * 70}b", key.upper(), f".{key}", f"{key}."])
+    key = rng.choice(
+        [key, f"{key}.x", f"{key}[0]", f"+{key}", f"~{key}", f"{key}.{'a.' * 70}b", key.upper(), f".{key}", f"{key}."]
+    )
     value = rng.choice(
-        [*map(json.dumps, ODD[:10]), "[", "{a: ", "!!x 1", "${nope}", "'", "x: y: z", "*a", "&a 1", "[" * 100, "\0", "1e999", "0b", ".inf"]
+        [
+            *map(json.dumps, ODD[:10]),
+            "[",
+            "{a: ",
+            "!!x 1",
+            "${nope}",
+            "'",
+            "x: y: z",
+            "*a",
+            "&a 1",
+            "[" * 100,
+            "\0",
+            "1e999",
+            "0b",
+            ".inf",
+        ]
     )
     return BASE, (rng.choice([f"{key}={value}", key, f"{key}==", "=", ""]),), False
 
@@ -242,7 +310,10 @@ def _overridden(rng: random.Random) -> Made:
 def _foreign(rng: random.Random) -> Made:
     data = yaml.safe_load(BASE)
     for rule in rng.sample(RULES, rng.randint(1, 3)):
-        path = tuple({"ROLE": "actor_train", "MANAGER": "train_env_manager", "TAG": "Count"}.get(p, p.replace("*", "x")) for p in rule.key.split("."))
+        path = tuple(
+            {"ROLE": "actor_train", "MANAGER": "train_env_manager", "TAG": "Count"}.get(p, p.replace("*", "x"))
+            for p in rule.key.split(".")
+        )
         holder = data
         for part in path[:-1]:
             holder = holder.setdefault(part, {}) if isinstance(holder.get(part, {}), dict) else {}
@@ -254,10 +325,12 @@ def _bomb(rng: random.Random) -> Made:
     depth = rng.randint(70, 2000)
     head = rng.choice(
         [
-            "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(rng.randint(5, 9))),
+            "a0: &a0 [x]\n"
+            + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(rng.randint(5, 9))),
             f"deep: {'[' * depth}{']' * depth}\n",
             f"deep: {'{a: ' * depth}1{'}' * depth}\n",
-            "x0: &x0 {k: 1}\n" + "".join(f"x{i + 1}: &x{i + 1} {{<<: *x{i}, k{i}: {{<<: *x{i}}}}}\n" for i in range(20)),
+            "x0: &x0 {k: 1}\n"
+            + "".join(f"x{i + 1}: &x{i + 1} {{<<: *x{i}, k{i}: {{<<: *x{i}}}}}\n" for i in range(20)),
             f"long: '{'a' * 600_000}'\n",
             f"defaults: [{', '.join(['run'] * rng.randint(1, 200))}]\n",
         ]
@@ -305,7 +378,11 @@ def run(command: list[str]) -> tuple[int, str, str, BaseException | None, float]
 def judge(mutant: Mutant) -> list[str]:
     """What should not be, of a mutant in the current folder; the folder is left with run.yaml alone."""
     Path("run.yaml").write_bytes(mutant.text.encode("utf-8", "surrogatepass"))
-    return [fault for command in (["plan", "--json"], ["check"]) for fault in judge_command(command, mutant.overrides, mutant.refused)]
+    return [
+        fault
+        for command in (["plan", "--json"], ["check"])
+        for fault in judge_command(command, mutant.overrides, mutant.refused)
+    ]
 
 
 def judge_command(command: list[str], overrides: tuple[str, ...], refused: bool) -> Iterator[str]:
@@ -354,7 +431,10 @@ def main_by_hand(count: int = 3000, seed: int = 0) -> int:
                 bad[mutant.kind] += 1
                 print(f"--- {mutant.number} {mutant.kind} {mutant.overrides}\n" + "\n".join(faults), flush=True)
         os.chdir("/")
-    print(f"{count} mutants, {sum(bad.values())} with faults, the slowest {slowest:.1f} s:", {k: n for k, n in bad.items() if n})
+    print(
+        f"{count} mutants, {sum(bad.values())} with faults, the slowest {slowest:.1f} s:",
+        {k: n for k, n in bad.items() if n},
+    )
     return sum(bad.values())
 
 

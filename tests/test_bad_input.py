@@ -1,4 +1,5 @@
-"""Bad input before a run is one line and nothing is started; what breaks while it runs is counted and survived, or ends it in one line."""
+"""Bad input before a run is one line and nothing is started; what breaks while it runs is counted and survived, or ends
+it in one line."""
 
 from __future__ import annotations
 
@@ -93,8 +94,14 @@ def errors(run: Any, result: Result, code: int) -> list[str]:
         ("learning_rat=1", ["$.learning_rat", "unknown key"]),
         ("max_stepps=3", ["$.max_stepps", "Did you mean 'max_steps'?"]),
         ("max_steps=many", ["$.max_steps", "'many' is text, a whole number is needed"]),
-        ("actor_train.training_args.learning_rate=[1]", ["$.actor_train.training_args.learning_rate", "a number is needed"]),
-        ("adv_estimator=fake_estimater", ["Did you mean 'fake_estimator'?", "Installed: agentic_reinforce, fake_estimator, gae"]),
+        (
+            "actor_train.training_args.learning_rate=[1]",
+            ["$.actor_train.training_args.learning_rate", "a number is needed"],
+        ),
+        (
+            "adv_estimator=fake_estimater",
+            ["Did you mean 'fake_estimator'?", "Installed: agentic_reinforce, fake_estimator, gae"],
+        ),
         ("custom_envs.Count.env_type=frozen_lak", ["$.custom_envs.Count.env_type", "Did you mean 'frozen_lake'?"]),
         ("custom_envs.Count.env_config={lenght: 3}", ["no option 'lenght'. Did you mean 'length'?"]),
         (
@@ -115,7 +122,10 @@ def test_a_mistake_is_one_line_before_anything_starts(fake: Any, override: str, 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("import package_that_is_not_there\n", ["'./mine.py' is broken: ModuleNotFoundError: No module named 'package_that_is_not_there'"]),
+        (
+            "import package_that_is_not_there\n",
+            ["'./mine.py' is broken: ModuleNotFoundError: No module named 'package_that_is_not_there'"],
+        ),
         (
             "from turnwise import hookimpl\n\n@hookimpl\ndef enviroments():\n    return []\n",
             ["unknown hook 'enviroments'. Did you mean 'environments'?"],
@@ -143,7 +153,9 @@ def test_a_broken_plugin_is_one_line_before_anything_starts(fake: Any, source: s
         ),
     ],
 )
-def test_a_folder_that_is_no_model_is_one_line_before_anything_starts(lake: Any, pretrain: str, files: dict[str, str], words: str) -> None:
+def test_a_folder_that_is_no_model_is_one_line_before_anything_starts(
+    lake: Any, pretrain: str, files: dict[str, str], words: str
+) -> None:
     for name, text in files.items():
         (lake.folder / "model").mkdir(exist_ok=True)
         (lake.folder / "model" / name).write_text(text)
@@ -160,7 +172,13 @@ def test_a_folder_that_cannot_be_written_is_the_machines_fault(fake: Any, key: s
 
 
 def test_every_mistake_is_told_at_once(fake: Any) -> None:
-    overrides = ["max_steps=many", "adv_estimator=grpoo", "plugins=[turnwise.testing.plugin, turnwise-nowhere]", "gama=1", "actor_infer.top_p=1"]
+    overrides = [
+        "max_steps=many",
+        "adv_estimator=grpoo",
+        "plugins=[turnwise.testing.plugin, turnwise-nowhere]",
+        "gama=1",
+        "actor_infer.top_p=1",
+    ]
     lines = errors(fake, fake.command("train", "run.yaml", *overrides), 2)
     assert len(lines) == 5
     for word in ("turnwise-nowhere", "'grpoo'", "$.max_steps", "$.gama", "$.actor_infer.top_p"):
@@ -186,7 +204,9 @@ def test_a_checkpoint_past_the_last_step_is_one_line(fake: Any) -> None:
     fake.train()
     result = fake.command("train", "run.yaml", "max_steps=4", "eval_steps=2", "resume_from_checkpoint=true")
     assert result.exit_code == 1
-    assert result.output.splitlines()[0].startswith("error: out/checkpoints/checkpoint-000006 is after step 6, max_steps is 4. Fix: ")
+    assert result.output.splitlines()[0].startswith(
+        "error: out/checkpoints/checkpoint-000006 is after step 6, max_steps is 4. Fix: "
+    )
     assert len(fake.metrics()) == 7
 
 
@@ -213,7 +233,11 @@ def test_episodes_that_fail_are_counted_and_replaced(fake: Any, what: str, at: i
     assert sum(replaced) > 0
     assert failures == [4 * count for count in replaced]  # all four members have the seed that fails
     assert [line["rollout/env_timeouts"] for line in lines[:-1]] == (failures if what == "hang" else [0, 0, 0])
-    assert [line["rollout/episodes"] for line in lines[:-1]] == [8, 8, 8]  # every step trains on full groups all the same
+    assert [line["rollout/episodes"] for line in lines[:-1]] == [
+        8,
+        8,
+        8,
+    ]  # every step trains on full groups all the same
     assert lines[0]["val/Count/failed"] == lines[-1]["val/Count/failed"] > 0  # the same tasks
     assert result.stderr.count("attempts failed, the first: Count, group") == 1
     log = (fake.folder / "out/run.log").read_text()
@@ -230,7 +254,9 @@ def test_an_environment_that_always_fails_ends_the_run_in_one_line(fake: Any) ->
 
 
 def test_a_prompt_over_the_limit_ends_its_episode_and_keeps_its_turns(lake: Any) -> None:
-    lake.train("custom_envs.Lake.env_manager=trajectory", "sequence_length=60", "max_steps=2", "eval_steps=0", "baselines=[]")
+    lake.train(
+        "custom_envs.Lake.env_manager=trajectory", "sequence_length=60", "max_steps=2", "eval_steps=0", "baselines=[]"
+    )
     for line in lake.metrics():
         assert line["rollout/stop/length"] > 0
         assert line["rollout/trajectories_without_samples"] == 0
@@ -249,7 +275,11 @@ def test_a_failing_logger_is_switched_off_and_told_once(fake: Any, whole_fake: A
     result = fake.train(WITH_FILE, "track_with=[failing_logger, {use: jsonl, every: 1}]")
     fake.same(whole_fake)
     (line,) = result.stderr.splitlines()
-    assert line == "WARNING: logger failing_logger failed in scalars and is switched off: ConnectionError: the tracking server is away"
+    assert (
+        line
+        == "WARNING: logger failing_logger failed in scalars and is switched off: ConnectionError: the tracking server"
+        " is away"
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,10 +287,16 @@ def test_a_failing_logger_is_switched_off_and_told_once(fake: Any, whole_fake: A
     [
         # The weights after step 3 were whole when the engine went; those of a half-made step 4 are not.
         ("actor_infer.strategy_args.strategy_name=failing_backend", "OSError: the engine's process is gone", 3),
-        ("actor_train.strategy_args.strategy_name=failing_strategy", "the run failed: KeyError: 'a mistake in a plugin,\\non two lines'", 2),
+        (
+            "actor_train.strategy_args.strategy_name=failing_strategy",
+            "the run failed: KeyError: 'a mistake in a plugin,\\non two lines'",
+            2,
+        ),
     ],
 )
-def test_a_role_that_fails_ends_the_run_in_one_line_that_can_be_resumed(fake: Any, whole_fake: Any, override: str, words: str, step: int) -> None:
+def test_a_role_that_fails_ends_the_run_in_one_line_that_can_be_resumed(
+    fake: Any, whole_fake: Any, override: str, words: str, step: int
+) -> None:
     (fake.folder / "mine.py").write_text(FAILING)
     result = fake.command("train", "run.yaml", WITH_FILE, override)
     assert result.exit_code == 1
@@ -283,7 +319,9 @@ def test_a_role_that_hangs_ends_the_run_by_name_and_is_not_waited_for(fake: Any)
     result = fake.command("train", "run.yaml", WITH_FILE, *overrides)
     assert time.monotonic() - began < 6
     assert result.exit_code == 1
-    assert result.output.splitlines()[0].startswith("error: actor_train: update did not end within runtime_timeout = 0.5 s. Fix: ")
+    assert result.output.splitlines()[0].startswith(
+        "error: actor_train: update did not end within runtime_timeout = 0.5 s. Fix: "
+    )
     assert result.output.splitlines()[1] == "saved: out/checkpoints/checkpoint-000002"
 
 
@@ -317,14 +355,17 @@ def small_disk(fake: Any) -> Iterator[Path]:
     """A real file system of 2 MiB under the run's output folder, where this user may mount one."""
     disk = fake.folder / "out"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, check=False
+    ).returncode:
         pytest.skip("this user may not mount a file system")
     yield disk
     subprocess.run(["umount", "-l", disk], check=True)
 
 
 def test_a_full_disk_while_saving(fake: Any, whole_fake: Any, small_disk: Path) -> None:
-    """A checkpoint of the fakes takes 1.1 MB, their model 0.5: the first fits, the second does not, and it does again when there is room."""
+    """A checkpoint of the fakes takes 1.1 MB, their model 0.5: the first fits, the second does not, and it does again
+    when there is room."""
     ended = fake.process("train", "run.yaml")
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
     ended_by_the_disk(fake, ended, whole_fake)

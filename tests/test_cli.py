@@ -1,4 +1,5 @@
-"""The commands from end to end: what one sees of a run before, during and after it, with the fakes and with the real plugins."""
+"""The commands from end to end: what one sees of a run before, during and after it, with the fakes and with the real
+plugins."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def test_train_tells_what_became_of_the_model_and_how_to_watch_it(fake: Any) -> 
 
 
 @pytest.mark.parametrize("which", ["fake", "lake"])
-def test_evaluating_the_latest_model_repeats_the_runs_last_evaluation(which: str, request: pytest.FixtureRequest) -> None:
+def test_evaluating_the_latest_model_repeats_the_runs_last_evaluation(
+    which: str, request: pytest.FixtureRequest
+) -> None:
     run = request.getfixturevalue(f"whole_{which}")
     last = {name: value for name, value in run.metrics()[-1].items() if name.startswith("val/")}
     result = run.command("eval", "run.yaml", "--model", "latest", "--json")
@@ -146,7 +149,10 @@ def test_a_role_finds_its_environment_variables(fake: Any) -> None:
     """In a process of its own: in `eval` they stay until it ends."""
     (fake.folder / "mine.py").write_text(ASKS)
     named = [WITH_FILE, "actor_infer.strategy_args.strategy_name=asks", "actor_infer.system_envs={OF_THE_ROLE: 7}"]
-    for command in (["train", "run.yaml", *named, "max_steps=1", "eval_steps=0"], ["eval", "run.yaml", *named, "--episodes", "1"]):
+    for command in (
+        ["train", "run.yaml", *named, "max_steps=1", "eval_steps=0"],
+        ["eval", "run.yaml", *named, "--episodes", "1"],
+    ):
         ended = fake.process(*command)
         assert ended.returncode == 0, ended.stderr
         assert "the role's variable is 7" in ended.stdout
@@ -155,7 +161,12 @@ def test_a_role_finds_its_environment_variables(fake: Any) -> None:
 def test_breakpoint_in_an_environment_opens_the_debugger(fake: Any) -> None:
     """A session of pdb at the keyboard, in the main thread, longer than every timeout."""
     (fake.folder / "mine.py").write_text(STOPS)
-    overrides = [WITH_FILE, "custom_envs.Count.env_type=stops", "custom_envs.Count.step=thread", "val_env_manager.step_timeout=0.2"]
+    overrides = [
+        WITH_FILE,
+        "custom_envs.Count.env_type=stops",
+        "custom_envs.Count.step=thread",
+        "val_env_manager.step_timeout=0.2",
+    ]
     typed = (
         "import threading, time\n"
         "print('in the main thread:', threading.current_thread() is threading.main_thread())\n"
@@ -164,7 +175,9 @@ def test_breakpoint_in_an_environment_opens_the_debugger(fake: Any) -> None:
         "c\n"
     )
     command = [sys.executable, "-m", "turnwise.cli.main", "rollout", "run.yaml", *overrides, "--debug"]
-    ended = subprocess.run(command, cwd=fake.folder, env=os.environ, input=typed, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        command, cwd=fake.folder, env=os.environ, input=typed, capture_output=True, text=True, timeout=60, check=False
+    )
     assert ended.returncode == 0, ended.stderr + ended.stdout
     assert "in the main thread: True" in ended.stdout
     assert "the turn is 1" in ended.stdout
@@ -197,7 +210,9 @@ def test_plan_and_check_start_nothing(lake: Any) -> None:
 
 
 def test_check_tells_the_configuration_and_the_machine_apart(fake: Any) -> None:
-    both = fake.command("check", "run.yaml", "actor_infer.device_mapping=[0, 1, 2, 3, 4, 5, 6, 7]", "output_dir=/proc/turnwise/out")
+    both = fake.command(
+        "check", "run.yaml", "actor_infer.device_mapping=[0, 1, 2, 3, 4, 5, 6, 7]", "output_dir=/proc/turnwise/out"
+    )
     assert both.exit_code == 3
     assert "machine: actor_infer: device_mapping needs 8 GPUs, found " in both.stderr
     assert "machine: output_dir: " in both.stderr

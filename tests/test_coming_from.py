@@ -1,4 +1,5 @@
-"""Every key that docs/coming-from.md tells to write here exists: in the schema, or in the options of something installed."""
+"""Every key that docs/coming-from.md tells to write here exists: in the schema, or in the options of something
+installed."""
 
 from __future__ import annotations
 
@@ -24,17 +25,27 @@ def known() -> set[str]:
     """All keys of the schema and of the config classes of what is installed."""
     classes = [value for value in vars(schema).values() if isinstance(value, type) and attrs.has(value)]
     entries = Registry.discover().entries()
-    classes += [GeneratingArgs, RewardNormalization, *(cls for entry in entries if (cls := entry.config_class()) is not None)]
+    classes += [
+        GeneratingArgs,
+        RewardNormalization,
+        *(cls for entry in entries if (cls := entry.config_class()) is not None),
+    ]
     return STRATEGY_KEYS | {a.name for cls in classes for a in attrs.fields(cls)}
 
 
 def rows(page: Path) -> list[list[str]]:
     text = page.read_text(encoding="utf-8")
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ") and "|---" not in line]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("| ") and "|---" not in line
+    ]
 
 
 def test_every_key_to_write_here_is_a_key() -> None:
-    keys = {name.split(".")[-1].split(":")[0] for _, here, *_ in rows(PAGES[0]) for name in re.findall(r"`([^`]+)`", here)}
+    keys = {
+        name.split(".")[-1].split(":")[0] for _, here, *_ in rows(PAGES[0]) for name in re.findall(r"`([^`]+)`", here)
+    }
     assert len(keys) > 40
     assert sorted(keys - known()) == []
 
@@ -48,7 +59,11 @@ def test_every_key_that_is_translated_named_or_refused_is_on_the_page() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_key_with_a_value_is_a_key(page: Path) -> None:
     written = set(re.findall(r"`([a-z_]+): [^`]+`", page.read_text(encoding="utf-8")))
-    theirs = {name for cell, *_ in rows(page) for name in re.findall(r"([a-z_]+): [^`]+`", cell)} if page.stem == "coming-from" else set()
+    theirs = (
+        {name for cell, *_ in rows(page) for name in re.findall(r"([a-z_]+): [^`]+`", cell)}
+        if page.stem == "coming-from"
+        else set()
+    )
     assert sorted(written - theirs - known()) == []
 
 

@@ -1,4 +1,5 @@
-"""Every implementation of this repository keeps the contract of its kind: the conformance kit over all distributions, skips failing."""
+"""Every implementation of this repository keeps the contract of its kind: the conformance kit over all distributions,
+skips failing."""
 
 from __future__ import annotations
 
@@ -21,12 +22,19 @@ SERVED = {"turnwise-sglang"}
 
 def runs(distribution: str) -> bool:
     """Whether something in it can run here; the engines' own tests run the kit where they are installed."""
-    return any(e.distribution == distribution and not e.missing for e in registry().entries()) and distribution not in SERVED
+    return (
+        any(e.distribution == distribution and not e.missing for e in registry().entries())
+        and distribution not in SERVED
+    )
 
 
 NAMES = [
     "local",
-    *(name for p in sorted(ROOT.glob("plugins/*/*/pyproject.toml")) if runs(name := tomllib.loads(p.read_text(encoding="utf-8"))["project"]["name"])),
+    *(
+        name
+        for p in sorted(ROOT.glob("plugins/*/*/pyproject.toml"))
+        if runs(name := tomllib.loads(p.read_text(encoding="utf-8"))["project"]["name"])
+    ),
 ]
 KIT = """
 import json, sys
@@ -48,7 +56,13 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess
     """The kit over everything, in one process: torch is imported once."""
     command = [sys.executable, "-c", KIT, *NAMES]
     return subprocess.run(
-        command, cwd=tmp_path_factory.mktemp("kit"), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=True
+        command,
+        cwd=tmp_path_factory.mktemp("kit"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
 
 

@@ -1,4 +1,5 @@
-"""Runs with a critic: its values are used, it learns with sizes and rates of its own, and killed and resumed it is as if it had not been.
+"""Runs with a critic: its values are used, it learns with sizes and rates of its own, and killed and resumed it is as
+if it had not been.
 
 The other estimators and the group filters reach a run by their names, too."""
 
@@ -14,7 +15,10 @@ import numpy as np
 import pytest
 
 CRITIC = (
-    "plugins=[turnwise-gymnasium, turnwise-managers, turnwise-hf, turnwise-torch, turnwise-gae, turnwise-losses, turnwise-batching]",
+    (
+        "plugins=[turnwise-gymnasium, turnwise-managers, turnwise-hf, turnwise-torch, turnwise-gae, turnwise-losses,"
+        " turnwise-batching]"
+    ),
     "adv_estimator=gae",
     "gamma=0.99",
     "lambd=0.9",
@@ -22,7 +26,10 @@ CRITIC = (
     "max_steps=2",
     "eval_steps=2",
     "save_steps=1",
-    "critic={training_args: {learning_rate: 0.03, lr_scheduler_type: linear, per_device_train_batch_size: 2, gradient_accumulation_steps: 2}}",
+    (
+        "critic={training_args: {learning_rate: 0.03, lr_scheduler_type: linear, per_device_train_batch_size: 2,"
+        " gradient_accumulation_steps: 2}}"
+    ),
 )
 UPDATE = "turnwise_torch.strategy:TorchStrategy.update"
 
@@ -49,7 +56,10 @@ def whole(make_lake: Any) -> Any:
 
 def test_the_critic_has_its_own_number_of_updates_and_its_own_rates(whole: Any) -> None:
     _, calls = whole
-    rates = {role: [round(u.lr, 9) for r, m, u, _ in calls if (r, m) == (role, "update")] for role in ("actor_train", "critic")}
+    rates = {
+        role: [round(u.lr, 9) for r, m, u, _ in calls if (r, m) == (role, "update")]
+        for role in ("actor_train", "critic")
+    }
     assert rates["actor_train"] == [0.01, 0.0075, 0.005, 0.0025]  # U = 8 of 16
     assert rates["critic"] == [0.03, 0.02625, 0.0225, 0.01875, 0.015, 0.01125, 0.0075, 0.00375]  # U = 4 of 16
 
@@ -91,7 +101,10 @@ def test_the_metrics_tell_of_the_critic(whole: Any) -> None:
     [
         (UPDATE, 9),  # in the second step, among the critic's updates
         (UPDATE, 11),  # between the critic's and the actor's
-        ("turnwise_torch.strategy:TorchStrategy.save", 4),  # in the second checkpoint, between the actor's state and the critic's
+        (
+            "turnwise_torch.strategy:TorchStrategy.save",
+            4,
+        ),  # in the second checkpoint, between the actor's state and the critic's
     ],
 )
 def test_killed_and_resumed_is_as_if_it_had_not_been(lake: Any, whole: Any, place: str, nth: int) -> None:
@@ -119,7 +132,15 @@ def of(distribution: str) -> str:
 @pytest.mark.parametrize(
     ("distribution", "options"),
     [
-        ("turnwise-gigpo", ("adv_estimator=gigpo", "episode_reward_weight=0.0", "similarity_threshold=0.95", "reward_normalization.method=mean")),
+        (
+            "turnwise-gigpo",
+            (
+                "adv_estimator=gigpo",
+                "episode_reward_weight=0.0",
+                "similarity_threshold=0.95",
+                "reward_normalization.method=mean",
+            ),
+        ),
         ("turnwise-grpo", ("adv_estimator=step_reinforce", "step_reward_gamma=0.9")),
         ("turnwise-grpo", ("adv_estimator=agentic_reinforce", "gamma=0.9", "custom_envs.Lake.env_manager=trajectory")),
     ],
@@ -127,7 +148,7 @@ def of(distribution: str) -> str:
 )
 def test_the_estimators_of_turns_train(lake: Any, distribution: str, options: tuple[str, ...]) -> None:
     lake.train(of(distribution), *options, *SHORT)
-    (line, *_) = lake.metrics()
+    line, *_ = lake.metrics()
     assert line["policy/grad_norm"] > 0
     assert line["critic/advantage/max"] > line["critic/advantage/min"]
 
@@ -145,7 +166,7 @@ def test_groups_without_a_signal_do_not_train(lake: Any) -> None:
     # nothing but the first move is played: a group of four agrees often
     played = ("custom_envs.Lake.max_steps=1", "train_env_manager.num_env_groups=16", "rollout_batch_size=64")
     lake.train("plugins=[]", *SHORT, *played, "group_filters=[no_signal]")
-    (line, *_) = lake.metrics()
+    line, *_ = lake.metrics()
     without, groups = dropped(lake.folder)
     assert 0 < without < groups
     assert line["rollout/rows_added"] == -4 * without  # one turn, one row
@@ -154,7 +175,10 @@ def test_groups_without_a_signal_do_not_train(lake: Any) -> None:
 
 
 def test_a_step_whose_filters_drop_everything_learns_nothing_and_goes_on(lake: Any) -> None:
-    equal = "custom_envs.Lake.env_config={random_start_goal: true, observation: relative, hole_penalty: 0.0, invalid_penalty: 0.0, goal_reward: 0.0}"
+    equal = (
+        "custom_envs.Lake.env_config={random_start_goal: true, observation: relative, hole_penalty: 0.0,"
+        " invalid_penalty: 0.0, goal_reward: 0.0}"
+    )
     lake.train("plugins=[]", "max_steps=2", "eval_steps=0", "save_steps=0", "group_filters=[no_signal]", equal)
     for line in lake.metrics()[:2]:
         assert line["rollout/filtered"] == line["rollout/episodes"] == 16

@@ -1,4 +1,5 @@
-"""The same seed gives the same run, to the last bit: twice, whatever thread the environments step in, killed and resumed."""
+"""The same seed gives the same run, to the last bit: twice, whatever thread the environments step in, killed and
+resumed."""
 
 from __future__ import annotations
 
@@ -56,10 +57,16 @@ def test_whole_conversations_are_as_reproducible(lake: Any) -> None:
     ("place", "nth", "left"),
     [
         (UPDATE, 8, [2]),  # in the fourth step, between its two updates
-        ("turnwise_torch.strategy:TorchStrategy.export", 2, [2]),  # in the second checkpoint: the state is written, the model is not
+        (
+            "turnwise_torch.strategy:TorchStrategy.export",
+            2,
+            [2],
+        ),  # in the second checkpoint: the state is written, the model is not
     ],
 )
-def test_killed_and_resumed_is_as_if_it_had_not_been(lake: Any, whole_lake: Any, place: str, nth: int, left: list[int]) -> None:
+def test_killed_and_resumed_is_as_if_it_had_not_been(
+    lake: Any, whole_lake: Any, place: str, nth: int, left: list[int]
+) -> None:
     killed = lake.process("train", "run.yaml", at=(place, nth, "kill"))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     complete = [p for p in (lake.folder / "out/checkpoints").iterdir() if p.name.startswith("checkpoint-")]
@@ -115,7 +122,9 @@ def test_killed_from_outside_twice_and_resumed_twice(fake: Any, whole_fake: Any)
 def kill_when_logged(folder: Path, lines: int, *overrides: str) -> None:
     metrics = folder / "out/metrics.jsonl"
     command = [sys.executable, "-m", "turnwise.cli.main", "train", "run.yaml", *overrides]
-    running = subprocess.Popen(command, cwd=folder, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    running = subprocess.Popen(
+        command, cwd=folder, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 60
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= lines):
         assert running.poll() is None
@@ -145,7 +154,10 @@ def test_a_named_checkpoint_is_taken_up_and_later_ones_are_set_aside(fake: Any, 
     fake.same(whole_fake)
     assert "checkpoints-old-1" in result.stderr
     assert fake.checkpoints() == [2, 4, 6]
-    assert sorted(p.name for p in (fake.folder / "out/checkpoints-old-1").iterdir()) == ["checkpoint-000004", "checkpoint-000006"]
+    assert sorted(p.name for p in (fake.folder / "out/checkpoints-old-1").iterdir()) == [
+        "checkpoint-000004",
+        "checkpoint-000006",
+    ]
 
 
 def test_a_run_that_begins_anew_never_resumes_from_the_one_before(fake: Any, whole_fake: Any) -> None:

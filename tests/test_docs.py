@@ -1,4 +1,5 @@
-"""The documentation is true: its examples run, its YAML parses, its links lead somewhere, its numbers and metric names are the code's."""
+"""The documentation is true: its examples run, its YAML parses, its links lead somewhere, its numbers and metric names
+are the code's."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from turnwise.plugins import Registry, registry
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("plugins/*/*/README.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
+PAGES = sorted(
+    [*DOCS.rglob("*.md"), *ROOT.glob("plugins/*/*/README.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+)
 CORE = ROOT / "core" / "src" / "turnwise"
 METRIC = re.compile(r"^(correction|critic|policy|rollout|tokens|tps|group|env|val|system|time)/")
 
@@ -61,7 +64,9 @@ def test_the_example_of_every_hook_is_a_plugin_of_its_kind(hook: str, tmp_path: 
     assert entry.kind == KINDS[hook]
     assert entry.target() is not None
     page = page_of(hook).read_text(encoding="utf-8")
-    assert re.search(rf"(\[|\b(use|env_type|runtime|strategy_name): ){entry.name}\b", page), f"no YAML of the page names {entry.name!r}."
+    assert re.search(rf"(\[|\b(use|env_type|runtime|strategy_name): ){entry.name}\b", page), (
+        f"no YAML of the page names {entry.name!r}."
+    )
 
 
 @pytest.mark.parametrize("hook", KINDS)
@@ -132,17 +137,24 @@ def test_every_metric_of_a_run_is_described(together: Path) -> None:
 
 
 def literal_metrics(source: str) -> Iterator[str]:
-    """Metric names in a source file, `<…>` for what is put in: literals, phases that are timed, per-token names of the objective."""
+    """Metric names in a source file, `<…>` for what is put in: literals, phases that are timed, per-token names of the
+    objective."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and METRIC.match(node.value):
-            yield from [node.value] if not node.value.endswith("/") else []  # a piece of an f-string, which comes whole below
+            yield from (
+                [node.value] if not node.value.endswith("/") else []
+            )  # a piece of an f-string, which comes whole below
         elif isinstance(node, ast.JoinedStr):
             text = "".join(str(part.value) if isinstance(part, ast.Constant) else "<>" for part in node.values)
             if METRIC.match(text):
                 yield text
     yield from (f"time/{name}" for name in re.findall(r'\.phase\("(\w+)"\)', source))
     yield from (f"policy/{name}" for name in re.findall(r'shown\["(\w+)"\]', source))
-    yield from (f"policy/{name}" for table in re.findall(r"shown = \{(.*?)\*\*", source) for name in re.findall(r'"(\w+)":', table))
+    yield from (
+        f"policy/{name}"
+        for table in re.findall(r"shown = \{(.*?)\*\*", source)
+        for name in re.findall(r'"(\w+)":', table)
+    )
     yield from (f"rollout/{name}" for name in re.findall(r'counts\["(\w+)"\] ', source))
 
 
@@ -183,21 +195,29 @@ def test_yaml_blocks_parse_and_links_lead_somewhere(page: Path) -> None:
         assert place.exists(), f"{link} leads nowhere."
         if anchor:
             titles = re.findall(r"^#+ (.*)$", place.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], f"{link}: no such section."
+            assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], (
+                f"{link}: no such section."
+            )
 
 
 def test_every_implementation_of_the_repository_is_named_on_its_page() -> None:
     ours = {"turnwise"} | {f"turnwise-{path.parent.name}" for path in (ROOT / "plugins").glob("*/*/pyproject.toml")}
     hooks = {kind: hook for hook, kind in KINDS.items()}
     entries = [entry for entry in Registry.discover().entries() if entry.distribution in ours]
-    assert ours - {entry.distribution for entry in entries} == {"turnwise-serving"}  # a library: it brings no implementation
+    assert ours - {entry.distribution for entry in entries} == {
+        "turnwise-serving"
+    }  # a library: it brings no implementation
     shipped = {hook: page_of(hook).read_text(encoding="utf-8").partition("\nShipped: ")[2] for hook in KINDS}
     assert [f"{e.kind} {e.name}" for e in entries if f"`{e.name}`" not in shipped[hooks[e.kind]]] == []
 
 
 def test_every_page_is_in_the_index() -> None:
     text = (DOCS / "index.md").read_text(encoding="utf-8")
-    missing = [str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md") if p.name != "index.md" and f"({p.relative_to(DOCS)})" not in text]
+    missing = [
+        str(p.relative_to(DOCS))
+        for p in DOCS.rglob("*.md")
+        if p.name != "index.md" and f"({p.relative_to(DOCS)})" not in text
+    ]
     assert missing == []
 
 
@@ -257,7 +277,9 @@ def test_the_tutorial_s_environment_is_played_and_trained(tutorial: Path) -> Non
 
 
 def test_the_readmes_environment_is_the_one_of_the_tutorial() -> None:
-    readme, tutorial = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/writing-an-environment.md"))
+    readme, tutorial = (
+        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/writing-an-environment.md")
+    )
     for language in ("python", "yaml"):
         blocks = [re.search(rf"```{language}\n.*?```", text, re.DOTALL) for text in (readme, tutorial)]
         assert blocks[0] is not None and blocks[1] is not None
@@ -269,7 +291,11 @@ def test_the_tutorial_s_estimator_passes_its_own_test_and_the_kit_and_trains(tmp
     for name, code in zip(("gentle.py", "test_gentle.py"), blocks(page, "python"), strict=True):
         (tmp_path / name).write_text(code, encoding="utf-8")
     tested = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_gentle.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_gentle.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert "1 passed" in tested.stdout, tested.stdout + tested.stderr
     checked = turnwise(tmp_path, "test-plugin", "./gentle.py", "--strict")
@@ -277,7 +303,11 @@ def test_the_tutorial_s_estimator_passes_its_own_test_and_the_kit_and_trains(tmp
     readme = ROOT / "README.md"
     (tmp_path / "my_env.py").write_text(blocks(readme, "python")[0], encoding="utf-8")
     (tmp_path / "my_env.yaml").write_text(blocks(readme, "yaml")[0], encoding="utf-8")
-    lines = [line for block in re.findall(r"^```\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE) for line in block.splitlines()]
+    lines = [
+        line
+        for block in re.findall(r"^```\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+    ]
     (train,) = (shlex.split(line) for line in lines if line.startswith("turnwise train"))
     done = turnwise(tmp_path, *train[1:], "max_steps=2", "eval_steps=0")
     assert done.returncode == 0, done.stdout + done.stderr

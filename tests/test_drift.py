@@ -1,4 +1,5 @@
-"""`turnwise check` and the metric `env/<tag>/drift`: does the model's chat template write earlier turns as the model wrote them?"""
+"""`turnwise check` and the metric `env/<tag>/drift`: does the model's chat template write earlier turns as the model
+wrote them?"""
 
 from __future__ import annotations
 
@@ -16,14 +17,27 @@ KEEPS = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 STRIPS = KEEPS.replace(
-    "{{ m.content }}", "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}"
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}{{ m.content }}{%"
+    " endif %}",
 )
-TRIMS = KEEPS.replace("{{ m.content }}", "{{ 'It says: ' + m.content if m.role == 'assistant' and not loop.last else m.content }}")
+TRIMS = KEEPS.replace(
+    "{{ m.content }}", "{{ 'It says: ' + m.content if m.role == 'assistant' and not loop.last else m.content }}"
+)
 
 
 def model(folder: Path, template: str) -> Path:
     """A tiny model with this chat template."""
-    recipe = {"recipe": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "tokenizer": "byte_bpe", "vocab_size": 300, "chat_template": template}}
+    recipe = {
+        "recipe": {
+            "hidden_size": 16,
+            "num_layers": 1,
+            "num_heads": 2,
+            "tokenizer": "byte_bpe",
+            "vocab_size": 300,
+            "chat_template": template,
+        }
+    }
     return HfModelSource(None, ModelSourceContext(cache=folder, texts=tuple)).prepare(recipe)
 
 
@@ -43,12 +57,17 @@ def warnings(result: Any) -> list[str]:
     ("template", "told"),
     [
         (KEEPS, ""),
-        (STRIPS, "the prompts of turns 1, 2 of 3 differ (responses with <think>…</think> before the action), first '<think>"),
+        (
+            STRIPS,
+            "the prompts of turns 1, 2 of 3 differ (responses with <think>…</think> before the action), first '<think>",
+        ),
         (TRIMS, "the prompts of turns 1, 2 of 3 differ (responses of an action alone)"),
     ],
     ids=["keeps", "strips", "writes more"],
 )
-def test_check_warns_of_a_template_that_changes_earlier_turns(lake: Any, tmp_path: Path, template: str, told: str) -> None:
+def test_check_warns_of_a_template_that_changes_earlier_turns(
+    lake: Any, tmp_path: Path, template: str, told: str
+) -> None:
     with_manager(lake, "{use: trajectory}")
     size = "custom_envs.Lake.env_config.size=8"  # no way across in three turns
     result = lake.command("check", "run.yaml", f"pretrain={model(tmp_path, template)}", size)
@@ -56,7 +75,9 @@ def test_check_warns_of_a_template_that_changes_earlier_turns(lake: Any, tmp_pat
     assert result.stdout == "run.yaml: ready to train\n"
     assert len(warnings(result)) == bool(told)
     for line in warnings(result):
-        assert line.startswith("warning: custom_envs.Lake.env_manager: the chat template writes earlier turns otherwise")
+        assert line.startswith(
+            "warning: custom_envs.Lake.env_manager: the chat template writes earlier turns otherwise"
+        )
         assert told in line
 
 
@@ -98,5 +119,7 @@ def test_an_environment_that_cannot_be_played_is_told_and_the_check_goes_on(lake
     result = lake.command("check", "run.yaml", f"pretrain={model(tmp_path, KEEPS)}")
     assert result.exit_code == 0, result.output
     (line,) = warnings(result)
-    assert line.startswith("warning: custom_envs.Lake.env_manager: whether the chat template drifts could not be tried: ")
+    assert line.startswith(
+        "warning: custom_envs.Lake.env_manager: whether the chat template drifts could not be tried: "
+    )
     assert "out of order" in line

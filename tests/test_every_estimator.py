@@ -1,4 +1,5 @@
-"""What holds for every advantage estimator of the repository: the rows, the groups' numbers and their sizes change nothing, nobody is forgotten."""
+"""What holds for every advantage estimator of the repository: the rows, the groups' numbers and their sizes change
+nothing, nobody is forgotten."""
 
 from __future__ import annotations
 
@@ -22,13 +23,24 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS = {f"turnwise-{path.parent.name}" for path in ROOT.glob("plugins/estimators/*/pyproject.toml")}
 KNOWN = Registry.discover()
 NAMES = sorted(entry.name for entry in KNOWN.entries("advantage_estimator") if entry.distribution in OURS)
-EXPECTED = {"grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "step_reinforce", "agentic_reinforce", "gae", "gigpo"}
+EXPECTED = {
+    "grpo",
+    "rloo",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "step_reinforce",
+    "agentic_reinforce",
+    "gae",
+    "gigpo",
+}
 ANCHORS: list[Any] = ["a", "b", 1, 1.0, True, np.zeros(2), np.zeros((1, 2)), None]
 
 
 @frozen
 class Played:
-    """One trajectory: group, member, and per turn the reward, the number of sampled tokens and the state (an index into ANCHORS)."""
+    """One trajectory: group, member, and per turn the reward, the number of sampled tokens and the state (an index into
+    ANCHORS)."""
 
     group: int
     member: int
@@ -38,23 +50,34 @@ class Played:
 def build(name: str, normalization: RewardNormalization | None = None) -> Any:
     entry = KNOWN.find("advantage_estimator", name)
     config = entry.config_class()
-    return entry.target()(config() if normalization is None else config(reward_normalization=normalization), EstimatorContext())
+    return entry.target()(
+        config() if normalization is None else config(reward_normalization=normalization), EstimatorContext()
+    )
 
 
 def to_batch(played: list[Played], cut: Any = None) -> Batch:
-    """The batch with the column `values`, a function of (member, turn, position) alone; a new row begins at turn k > 0 of a trajectory where
-    cut(trajectory, k). A trajectory that sampled nothing has no row."""
+    """The batch with the column `values`, a function of (member, turn, position) alone; a new row begins at turn k > 0
+    of a trajectory where cut(trajectory, k). A trajectory that sampled nothing has no row."""
     trajectories, samples = [], []
     empty = np.zeros(0, np.int32)
     for one in played:
-        turns = tuple(Turn(empty, empty, np.zeros(0, np.bool_), None, empty, reward, ANCHORS[state]) for reward, _, state in one.turns)
+        turns = tuple(
+            Turn(empty, empty, np.zeros(0, np.bool_), None, empty, reward, ANCHORS[state])
+            for reward, _, state in one.turns
+        )
         trajectories.append(Trajectory("A", one.group, one.member, 0, turns, "terminated"))
         rows: list[list[int]] = [[-1]]
         for k, (_, n, _) in enumerate(one.turns):
             if k and cut and cut(one, k):
                 rows.append([-1, -1])
             rows[-1] += [k] * n + [-1]
-        samples.append([Sample(np.zeros(len(r)), np.array(r) >= 0, np.array(r), None, np.zeros(len(r))) for r in rows if max(r) >= 0])
+        samples.append(
+            [
+                Sample(np.zeros(len(r)), np.array(r) >= 0, np.array(r), None, np.zeros(len(r)))
+                for r in rows
+                if max(r) >= 0
+            ]
+        )
     batch = build_batch(trajectories, samples)
     values = np.full(len(batch.tokens), np.nan)  # what is not sampled must not be read
     turn = batch.tokens["turn"][batch.sampled]
@@ -90,7 +113,8 @@ members = st.lists(st.lists(turn, max_size=4).map(tuple), min_size=1, max_size=4
 
 @st.composite
 def groups(draw: Any) -> list[Played]:
-    """Groups of unequal size: failed members are missing, so that members are numbered with gaps; some have no turn, some no sampled token."""
+    """Groups of unequal size: failed members are missing, so that members are numbered with gaps; some have no turn,
+    some no sampled token."""
     out = []
     for group, mine in enumerate(draw(st.lists(members, min_size=1, max_size=4))):
         numbers = sorted(draw(st.sets(st.integers(0, 7), min_size=len(mine), max_size=len(mine))))
@@ -98,7 +122,9 @@ def groups(draw: Any) -> list[Played]:
     return out
 
 
-normalizations = st.sampled_from([None, *(RewardNormalization(g, m) for g in ("traj_group_id", "batch", "tags") for m in ("mean", "mean_std"))])
+normalizations = st.sampled_from(
+    [None, *(RewardNormalization(g, m) for g in ("traj_group_id", "batch", "tags") for m in ("mean", "mean_std"))]
+)
 
 
 def test_all_estimators_are_here() -> None:
@@ -108,7 +134,9 @@ def test_all_estimators_are_here() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60)
 @given(played=groups(), cuts=st.randoms(use_true_random=False), normalization=normalizations)
-def test_advantages_are_the_same_whatever_the_rows(name: str, played: list[Played], cuts: Any, normalization: Any) -> None:
+def test_advantages_are_the_same_whatever_the_rows(
+    name: str, played: list[Played], cuts: Any, normalization: Any
+) -> None:
     estimator = build(name, normalization)
     expected = along(estimator, to_batch(played))
     for cut in (lambda one, k: True, lambda one, k: cuts.random() < 0.5):
@@ -119,7 +147,9 @@ def test_advantages_are_the_same_whatever_the_rows(name: str, played: list[Playe
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60)
 @given(played=groups(), random=st.randoms(use_true_random=False), normalization=normalizations)
-def test_renumbering_the_groups_permutes_the_advantages(name: str, played: list[Played], random: Any, normalization: Any) -> None:
+def test_renumbering_the_groups_permutes_the_advantages(
+    name: str, played: list[Played], random: Any, normalization: Any
+) -> None:
     numbers = sorted({p.group for p in played})
     shuffled = list(numbers)
     random.shuffle(shuffled)
@@ -147,7 +177,9 @@ def test_a_group_s_advantages_are_its_own_business(name: str, played: list[Playe
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40)
 @given(played=groups(), random=st.randoms(use_true_random=False), normalization=normalizations)
-def test_what_a_filter_dropped_is_as_if_it_had_never_been(name: str, played: list[Played], random: Any, normalization: Any) -> None:
+def test_what_a_filter_dropped_is_as_if_it_had_never_been(
+    name: str, played: list[Played], random: Any, normalization: Any
+) -> None:
     estimator = build(name, normalization)
     kept = [random.random() < 0.6 for _ in played]
     dropped = by_member(estimator, to_batch(played).with_trajectories(trains=np.array(kept, np.bool_)))
@@ -164,7 +196,12 @@ def test_a_batch_without_tokens_or_without_trajectories_gives_no_advantage(name:
         assert advantages.shape == returns.shape == (0,)
 
 
-SCORED = {"grpo": -1.0 / (7.0**0.5 + 1e-6), "gigpo": -1.0 / (7.0**0.5 + 1e-6), "rloo": -1.5, "reinforce_plus_plus_baseline": -1.0}
+SCORED = {
+    "grpo": -1.0 / (7.0**0.5 + 1e-6),
+    "gigpo": -1.0 / (7.0**0.5 + 1e-6),
+    "rloo": -1.5,
+    "reinforce_plus_plus_baseline": -1.0,
+}
 
 
 @pytest.mark.parametrize("name", sorted(SCORED))

@@ -54,7 +54,9 @@ def test_reflection_trains_both_calls_of_a_step(tmp_path: Path, monkeypatch: pyt
         assert line["rollout/samples"] == 16
 
 
-def test_self_play_trains_both_roles_and_is_judged_against_another_player(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_play_trains_both_roles_and_is_judged_against_another_player(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = trained("duel", tmp_path, monkeypatch)
     for line in lines[:3]:
         assert line["policy/grad_norm"] > 0

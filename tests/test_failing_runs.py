@@ -76,11 +76,15 @@ def test_a_plugin_that_ends_the_process_fails_the_run_and_is_named(
     assert who in line
     assert f"ended by {type(error).__name__}" in line or f"raised {type(error).__name__}" in line, line
     assert "Fix: " in line
-    assert ("saved: " in got.stderr) or (method == "__init__" and owner in (FakeEstimator, FakeEnvManager))  # those are built to check, too
+    assert ("saved: " in got.stderr) or (
+        method == "__init__" and owner in (FakeEstimator, FakeEnvManager)
+    )  # those are built to check, too
 
 
 @pytest.mark.parametrize("method", ["scalars", "trajectories", "resume", "close"])
-def test_a_logger_that_ends_the_process_is_switched_off_and_the_run_goes_on(fake: Any, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_a_logger_that_ends_the_process_is_switched_off_and_the_run_goes_on(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     at_call(monkeypatch, FakeLogger, method, 1, SystemExit(0))
     got = fake.command("train", "run.yaml", "track_with=[fake_logger]")
     assert got.exit_code == 0
@@ -88,7 +92,9 @@ def test_a_logger_that_ends_the_process_is_switched_off_and_the_run_goes_on(fake
     assert fake.checkpoints() == [2, 4, 6]
 
 
-def test_a_logger_that_ends_the_process_when_it_is_built_fails_the_run(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_that_ends_the_process_when_it_is_built_fails_the_run(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at_call(monkeypatch, FakeLogger, "__init__", 1, SystemExit(0))
     got = fake.command("train", "run.yaml", "track_with=[fake_logger]")
     assert got.exit_code == 2
@@ -96,7 +102,9 @@ def test_a_logger_that_ends_the_process_when_it_is_built_fails_the_run(fake: Any
 
 
 @pytest.mark.parametrize("command", [["eval"], ["rollout"], ["check"], ["plan"], ["train"]])
-def test_no_command_succeeds_by_the_exit_of_what_it_calls(fake: Any, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+def test_no_command_succeeds_by_the_exit_of_what_it_calls(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
     for owner, method in ((FakeModelSource, "check"), (FakeModelSource, "prepare"), (FakeBatchAdjust, "updates")):
         at_call(monkeypatch, owner, method, 1, SystemExit(0))
     got = fake.command(*command, "run.yaml")
@@ -152,7 +160,10 @@ def test_a_failure_to_save_after_a_failure_is_reported_besides(fake: Any, monkey
     got = fake.command("train", "run.yaml", "save_steps=0")
     assert got.exit_code == 1
     assert "error: an outage. Fix: wait" in got.stderr.splitlines()
-    assert "WARNING: the weights after 3 steps could not be saved: TrainerError: actor_train: export ended by SystemExit: 0" in got.stderr
+    assert (
+        "WARNING: the weights after 3 steps could not be saved: TrainerError: actor_train: export ended by"
+        " SystemExit: 0" in got.stderr
+    )
     assert got.stderr.splitlines()[-1] == "saved: nothing yet"
 
 

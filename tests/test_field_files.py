@@ -1,4 +1,5 @@
-"""Whole files as ROLL 0.3.0's users write them, in our words: `plan` takes them key by key, or refuses in one line what has no counterpart."""
+"""Whole files as ROLL 0.3.0's users write them, in our words: `plan` takes them key by key, or refuses in one line what
+has no counterpart."""
 
 from __future__ import annotations
 
@@ -140,15 +141,19 @@ def test_plan_takes_a_file_of_games_key_by_key(file: Path) -> None:
     done = CliRunner().invoke(main, ["plan", str(file), "--json"])
     assert done.exit_code == 0, done.stderr
     values = json.loads(done.stdout)
-    assert (values["rollout_batch_size"], values["groups"], values["group_size"], values["updates_per_step"]) == (16, 2, 8, [1, 1])
+    assert (values["rollout_batch_size"], values["groups"], values["group_size"], values["updates_per_step"]) == (
+        16,
+        2,
+        8,
+        [1, 1],
+    )
     assert any("$.custom_envs.FrozenLake.agent_runner_cls: does not apply" in line for line in values["warnings"])
     assert any("$.actor_train.pg_variant: is $.pg_variant here" in line for line in values["notes"])
     assert any("lr_scheduler_type = constant (ROLL's default is linear)" in line for line in values["notes"])
 
 
 @pytest.mark.parametrize(
-    ("manager", "words"),
-    [(NATIVE, ["agent_native here, which nothing installed brings"]), ("${env_manager_cls}", [])],
+    ("manager", "words"), [(NATIVE, ["agent_native here, which nothing installed brings"]), ("${env_manager_cls}", [])]
 )
 def test_a_file_of_sandboxes_is_refused_for_its_manager_alone(file: Path, manager: str, words: list[str]) -> None:
     file.write_text(RUN.replace("[FrozenLake, Boxes]", "[FrozenLake, Shell]") + SANDBOX.replace("MANAGER", manager))
@@ -160,7 +165,9 @@ def test_a_file_of_sandboxes_is_refused_for_its_manager_alone(file: Path, manage
 
 
 def test_what_no_plugin_brings_is_no_fault_of_the_machine(file: Path) -> None:
-    file.write_text(RUN.replace("[FrozenLake, Boxes]", "[FrozenLake, Shell]") + SANDBOX.replace("MANAGER", "${env_manager_cls}"))
+    file.write_text(
+        RUN.replace("[FrozenLake, Boxes]", "[FrozenLake, Shell]") + SANDBOX.replace("MANAGER", "${env_manager_cls}")
+    )
     done = CliRunner().invoke(main, ["check", str(file)])
     assert done.exit_code == 2
     (line,) = [line for line in done.stderr.splitlines() if "rock_tb_native_env" in line]

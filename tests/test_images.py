@@ -1,4 +1,5 @@
-"""A vision-language model plays and learns in an environment that shows pictures, by both managers, from the command line."""
+"""A vision-language model plays and learns in an environment that shows pictures, by both managers, from the command
+line."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def test_a_run_on_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mana
     lines: list[dict[str, Any]] = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2
     for line in lines:
-        assert line["correction/log_prob_diff/max"] < 2e-5  # sampler and trainer see the same pictures at the same positions
+        assert (
+            line["correction/log_prob_diff/max"] < 2e-5
+        )  # sampler and trainer see the same pictures at the same positions
         assert line["policy/grad_norm"] > 0
         assert line["rollout/env_failures"] == 0
     assert Path("run/checkpoints/checkpoint-000002/model/preprocessor_config.json").is_file()

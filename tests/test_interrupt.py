@@ -32,7 +32,9 @@ def interrupted(run: Any, ended: subprocess.CompletedProcess[str], done: int) ->
 
 
 @pytest.mark.parametrize(("place", "nth", "done"), [(ROLLOUT, 5, 3), (UPDATE, 7, 4)])
-def test_interrupted_and_resumed_is_as_if_it_had_not_been(lake: Any, whole_lake: Any, place: str, nth: int, done: int) -> None:
+def test_interrupted_and_resumed_is_as_if_it_had_not_been(
+    lake: Any, whole_lake: Any, place: str, nth: int, done: int
+) -> None:
     # The recipe's tokenizer is trained on a rollout of its own, which is the first call.
     again = interrupted(lake, lake.process("train", "run.yaml", at=(place, nth, "interrupt")), done)
     assert lake.command(*again).exit_code == 0
@@ -59,7 +61,11 @@ def test_interrupted_anywhere_and_resumed(fake: Any, whole_fake: Any, place: str
 
 
 def test_the_command_to_resume_keeps_overrides_that_a_shell_would_break(fake: Any, whole_fake: Any) -> None:
-    overrides = ["custom_envs.Count.env_config={target: a, length: 3}", "vars.pattern='<answer>(.*?)</answer>'", "resume_from_checkpoint=false"]
+    overrides = [
+        "custom_envs.Count.env_config={target: a, length: 3}",
+        "vars.pattern='<answer>(.*?)</answer>'",
+        "resume_from_checkpoint=false",
+    ]
     ended = fake.process("train", "run.yaml", *overrides, at=(ROLLOUT, 4, "interrupt"))
     again = interrupted(fake, ended, 3)
     assert again == ["train", "run.yaml", *overrides[:2], "resume_from_checkpoint=true"]
@@ -67,7 +73,9 @@ def test_the_command_to_resume_keeps_overrides_that_a_shell_would_break(fake: An
     fake.same(whole_fake)
 
 
-def test_a_run_that_was_resumed_elsewhere_and_interrupted_at_once_names_that_checkpoint(fake: Any, whole_fake: Any) -> None:
+def test_a_run_that_was_resumed_elsewhere_and_interrupted_at_once_names_that_checkpoint(
+    fake: Any, whole_fake: Any
+) -> None:
     source = f"{whole_fake.folder}/out/checkpoints/checkpoint-000004"
     ended = fake.process("train", "run.yaml", f"resume_from_checkpoint={source}", at=(ROLLOUT, 1, "interrupt"))
     assert ended.returncode == 130
@@ -92,7 +100,9 @@ def test_sigterm_is_a_request_to_stop_too(fake: Any) -> None:
 
 def test_a_second_interrupt_ends_a_run_whose_inline_step_hangs(fake: Any, whole_fake: Any) -> None:
     began = time.monotonic()
-    ended = fake.process("train", "run.yaml", at=("turnwise.testing.fakes:FakeEnvironment.step", 60, "interrupt-twice"), timeout=50)
+    ended = fake.process(
+        "train", "run.yaml", at=("turnwise.testing.fakes:FakeEnvironment.step", 60, "interrupt-twice"), timeout=50
+    )
     assert time.monotonic() - began < 30
     assert ended.returncode == 130
     assert "Traceback" not in ended.stderr

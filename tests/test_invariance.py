@@ -1,4 +1,5 @@
-"""For fixed rows the gradient of an optimizer step is the same, whatever cut, order, padding, budget or ranks: every loss, mode and unit.
+"""For fixed rows the gradient of an optimizer step is the same, whatever cut, order, padding, budget or ranks: every
+loss, mode and unit.
 
 As a script this file is one of two ranks: `test_invariance.py RANK PORTS MODEL OUT`.
 """
@@ -19,7 +20,14 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import Tensor
 
-from turnwise.config.schema import CorrectionFilter, EnvManagerConfig, ImportanceWeight, Role, RunConfig, TrainInferCorrection
+from turnwise.config.schema import (
+    CorrectionFilter,
+    EnvManagerConfig,
+    ImportanceWeight,
+    Role,
+    RunConfig,
+    TrainInferCorrection,
+)
 from turnwise.contracts.batch_adjust import PlannedUpdate
 from turnwise.contracts.train import LossChoice, Objective, Ranks, TrainContext
 from turnwise.data.rows import Update
@@ -54,7 +62,8 @@ VOCABULARY = 50
 
 @frozen
 class Cut:
-    """One way to run an update: the order of its rows, rows or tokens of a micro-batch, logits at a time, several samples in one row."""
+    """One way to run an update: the order of its rows, rows or tokens of a micro-batch, logits at a time, several
+    samples in one row."""
 
     order: str = "as planned"
     rows: int = 100
@@ -82,10 +91,14 @@ def objective(loss: str) -> Objective:
 
 @cache
 def update(mode: Any, unit: Any) -> Update:
-    """The one update of a step: rows of five trajectories of one to four turns, two of them copied, tokens weighted and filtered."""
+    """The one update of a step: rows of five trajectories of one to four turns, two of them copied, tokens weighted and
+    filtered."""
     batch = batch_of(trajectories(2, 3, vocabulary=VOCABULARY), row_per_turn)
     draw = np.random.default_rng(0)
-    columns = {name: np.zeros(len(batch.tokens)) for name in ("advantages", "old_log_probs", "infer_log_probs", "ref_log_probs")}
+    columns = {
+        name: np.zeros(len(batch.tokens))
+        for name in ("advantages", "old_log_probs", "infer_log_probs", "ref_log_probs")
+    }
     for name, column in columns.items():
         noise = draw.normal(size=len(batch.sampled))
         column[batch.sampled] = 0.3 + noise if name == "advantages" else -np.log(VOCABULARY) + 0.3 * noise
@@ -138,7 +151,9 @@ class Double:
                 for responses, *outputs in passes:
                     leaves = [x.detach().requires_grad_() for x in outputs]
                     tensors = column_tensors(columns, responses, leaves[0])
-                    value, _ = policy_objective(leaves[0], leaves[1], tensors, built, wanted, mine.entropy_coef, mine.kl_coef)
+                    value, _ = policy_objective(
+                        leaves[0], leaves[1], tensors, built, wanted, mine.entropy_coef, mine.kl_coef
+                    )
                     slopes = torch.autograd.grad(value, leaves)
                     parts = torch.autograd.grad(outputs, self.parameters, slopes, retain_graph=True)
                     flat = torch.cat([part.flatten() for part in parts])
@@ -164,7 +179,8 @@ def dealt(whole: Update, rank: int, ranks: int) -> Update:
 
 
 def single(model: Path, cut: Cut, ranks: Ranks = ALONE) -> Iterator[tuple[str, Tensor]]:
-    """The same in float32 through the strategy: the gradient that its step would use; of several ranks (FSDP2) that of all."""
+    """The same in float32 through the strategy: the gradient that its step would use; of several ranks (FSDP2) that of
+    all."""
     context = TrainContext(
         model=model, role="actor_train", dtype="fp32", gradient_checkpointing=False, temperature=0.7, max_grad_norm=0.0,
         objective=objective("ppo"), per_device_train_batch_size=cut.rows, max_tokens_per_microbatch_in_train=cut.budget,
@@ -175,7 +191,9 @@ def single(model: Path, cut: Cut, ranks: Ranks = ALONE) -> Iterator[tuple[str, T
     assert optimizer is not None
     seen: list[Tensor] = []
     whole = strategy._whole
-    optimizer.step = lambda lr: seen.append(torch.cat([whole(m.grad).flatten() for m in optimizer.masters.values() if m.grad is not None]))  # type: ignore[method-assign]
+    optimizer.step = lambda lr: seen.append(
+        torch.cat([whole(m.grad).flatten() for m in optimizer.masters.values() if m.grad is not None])
+    )  # type: ignore[method-assign]
     for loss, (mode, unit) in itertools.product(SHIPPED, STEPS):
         strategy.context = evolve(context, objective=objective(loss))
         strategy.loss = build_loss(objective(loss))
@@ -211,7 +229,8 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], bound: fl
 
 
 def test_the_update_is_worth_testing(whole_double: dict[str, Tensor]) -> None:
-    """Copies, weights, filtered tokens; every shipped loss, and every loss and mode with a gradient of its own (token-mean knows no unit)."""
+    """Copies, weights, filtered tokens; every shipped loss, and every loss and mode with a gradient of its own
+    (token-mean knows no unit)."""
     made = update("token-mean", "trajectory")
     assert {e.name for e in registry().entries("policy_loss") if e.distribution == "turnwise-losses"} == set(SHIPPED)
     columns = made.rows.columns
@@ -230,17 +249,28 @@ def test_no_cut_changes_the_gradient_in_float64(double: Double, whole_double: di
 
 
 @pytest.mark.parametrize("cut", CUTS[2:], ids=str)
-def test_no_cut_changes_the_gradient_of_the_strategy_in_float32(model: Path, whole_single: dict[str, Tensor], cut: Cut) -> None:
+def test_no_cut_changes_the_gradient_of_the_strategy_in_float32(
+    model: Path, whole_single: dict[str, Tensor], cut: Cut
+) -> None:
     assert_same(dict(single(model, cut)), whole_single, 1e-6)
 
 
-def test_the_strategys_gradient_is_the_objectives(whole_single: dict[str, Tensor], whole_double: dict[str, Tensor]) -> None:
-    assert_same({name: g.double() for name, g in whole_single.items()}, {name: whole_double[name] for name in whole_single}, 1e-4)
+def test_the_strategys_gradient_is_the_objectives(
+    whole_single: dict[str, Tensor], whole_double: dict[str, Tensor]
+) -> None:
+    assert_same(
+        {name: g.double() for name, g in whole_single.items()},
+        {name: whole_double[name] for name in whole_single},
+        1e-4,
+    )
 
 
 @pytest.mark.slow
-def test_two_ranks_have_the_gradient_of_one(model: Path, whole_double: dict[str, Tensor], whole_single: dict[str, Tensor], tmp_path: Path) -> None:
-    """Rows dealt to two processes: gradients summed by gloo's all-reduce, and those of the strategy on two ranks (FSDP2)."""
+def test_two_ranks_have_the_gradient_of_one(
+    model: Path, whole_double: dict[str, Tensor], whole_single: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Rows dealt to two processes: gradients summed by gloo's all-reduce, and those of the strategy on two ranks
+    (FSDP2)."""
     command = [sys.executable, __file__]
     ports = f"{free_port()},{free_port()}"
     codes, said = run_ranks(

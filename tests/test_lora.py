@@ -1,4 +1,5 @@
-"""Adapters from the command line: the reference is the actor with its adapters off, no third model is loaded, and the export is the merged model."""
+"""Adapters from the command line: the reference is the actor with its adapters off, no third model is loaded, and the
+export is the merged model."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from turnwise.contracts.inference import BackendCapabilities
 pytest.importorskip("peft", reason="LoRA needs peft: pip install 'turnwise-torch[lora]'")
 
 ALONE = ("shared_memory", "process_group", "safetensors")
-LORA = ("actor_train.model_args.lora_rank=4", "actor_train.model_args.lora_target=all-linear", "kl_loss_coef=0.1", "max_steps=2", "eval_steps=0")
+LORA = (
+    "actor_train.model_args.lora_rank=4",
+    "actor_train.model_args.lora_target=all-linear",
+    "kl_loss_coef=0.1",
+    "max_steps=2",
+    "eval_steps=0",
+)
 SYNC = (*LORA, "actor_train.model_args.lora_sync=adapter", "recompute_old_logprobs=true")
 
 
@@ -44,7 +51,11 @@ def test_a_reference_with_settings_of_its_own_is_loaded(make_lake: Any, monkeypa
     strategy = importlib.import_module("turnwise_torch.strategy").TorchStrategy
     built: list[str] = []
     original = strategy.__init__
-    monkeypatch.setattr(strategy, "__init__", lambda self, config, context: (built.append(context.role), original(self, config, context))[1])
+    monkeypatch.setattr(
+        strategy,
+        "__init__",
+        lambda self, config, context: (built.append(context.role), original(self, config, context))[1],
+    )
     make_lake().train(*LORA, "reference={model_args: {dtype: fp32, attn_implementation: eager}}")
     assert sorted(built) == ["actor_train", "reference"]
 
@@ -80,7 +91,12 @@ def test_adapters_alone_make_the_sampler_what_the_trainer_is(
 
 def test_a_run_with_adapters_alone_resumes_and_its_checkpoints_play(make_lake: Any, offers: list[Any]) -> None:
     lake = make_lake()
-    alone = (*SYNC, "max_steps=4", "eval_steps=4", "actor_infer.model_args.dtype=bf16")  # of another dtype, it cannot share the trainer's module
+    alone = (
+        *SYNC,
+        "max_steps=4",
+        "eval_steps=4",
+        "actor_infer.model_args.dtype=bf16",
+    )  # of another dtype, it cannot share the trainer's module
     lake.train(*alone, "output_dir=whole")
     assert {offer.transport for offer in offers} == {"shared_memory"}
     killed = lake.process("train", "run.yaml", *alone, at=("turnwise_torch.strategy:TorchStrategy.update", 6, "kill"))
@@ -95,8 +111,13 @@ def test_a_run_with_adapters_alone_resumes_and_its_checkpoints_play(make_lake: A
     assert offers == []  # the export is the merged model
 
 
-def test_adapters_alone_for_a_backend_that_takes_whole_weights_are_refused(make_lake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_alone_for_a_backend_that_takes_whole_weights_are_refused(
+    make_lake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("turnwise_hf.config.HfConfig.capabilities", BackendCapabilities())
     result = make_lake().command("train", "run.yaml", *SYNC)
     assert result.exit_code == 2
-    assert "$.actor_train.model_args.lora_sync: the strategy of actor_infer takes whole weights only. Fix: lora_sync: merged" in result.output
+    assert (
+        "$.actor_train.model_args.lora_sync: the strategy of actor_infer takes whole weights only. Fix: lora_sync:"
+        " merged" in result.output
+    )

@@ -20,7 +20,9 @@ def test_a_minute_of_the_main_job_reaches_40_percent_on_held_out_maps(make_run: 
     first, last = run.metrics()[0], run.metrics()[-1]
     success = "val/FrozenLakeHeldOut/success"
     assert last["step"] == STEPS
-    assert first["val/FrozenLakeHeldOut/failed"] == last["val/FrozenLakeHeldOut/failed"] == 0  # all 512 maps were played
+    assert (
+        first["val/FrozenLakeHeldOut/failed"] == last["val/FrozenLakeHeldOut/failed"] == 0
+    )  # all 512 maps were played
     assert first[success] < 0.25  # an untrained model is no better than the random player
     assert last[success] >= 0.40
     report = (run.folder / "out/report.md").read_text()

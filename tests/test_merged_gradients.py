@@ -1,4 +1,5 @@
-"""Merging steps changes the cost, never the objective: the gradient of a real model is equal before and after, in fp64."""
+"""Merging steps changes the cost, never the objective: the gradient of a real model is equal before and after, in
+fp64."""
 
 from __future__ import annotations
 
@@ -18,23 +19,31 @@ from turnwise_managers.stepwise import StepwiseManager
 
 
 def played() -> list[Trajectory]:
-    """Four trajectories of one to four turns; most prompts continue the turn before, some begin anew; responses of unequal length."""
+    """Four trajectories of one to four turns; most prompts continue the turn before, some begin anew; responses of
+    unequal length."""
     rng = np.random.default_rng(0)
     out = []
     for member in range(4):
         turns: list[Turn] = []
         for k in range(member + 1):
-            before = np.concatenate([turns[-1].prompt_ids, turns[-1].response_ids]) if k and rng.random() < 0.7 else np.zeros(0, np.int32)
+            before = (
+                np.concatenate([turns[-1].prompt_ids, turns[-1].response_ids])
+                if k and rng.random() < 0.7
+                else np.zeros(0, np.int32)
+            )
             prompt = np.concatenate([before, rng.integers(0, 40, 3)]).astype(np.int32)
             response = rng.integers(0, 40, int(rng.integers(1, 6))).astype(np.int32)
             n = len(response)
-            turns.append(Turn(prompt, response, np.ones(n, np.bool_), None, np.zeros(n, np.int32), float(rng.normal()), ""))
+            turns.append(
+                Turn(prompt, response, np.ones(n, np.bool_), None, np.zeros(n, np.int32), float(rng.normal()), "")
+            )
         out.append(Trajectory("Tag", 0, member, 0, tuple(turns), "turns"))
     return out
 
 
 class Model(nn.Module):
-    """A causal transformer of one layer in fp64 throughout (the models of transformers compute norms in fp32): ids [n] → logits [n, 40]."""
+    """A causal transformer of one layer in fp64 throughout (the models of transformers compute norms in fp32): ids [n]
+    → logits [n, 40]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +53,9 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = (self.embedding(ids) + self.position(torch.arange(len(ids))))[None]
-        logits: Tensor = self.head(self.layer(hidden, src_mask=nn.Transformer.generate_square_subsequent_mask(len(ids), dtype=torch.float64)))[0]
+        logits: Tensor = self.head(
+            self.layer(hidden, src_mask=nn.Transformer.generate_square_subsequent_mask(len(ids), dtype=torch.float64))
+        )[0]
         return logits
 
 

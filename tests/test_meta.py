@@ -1,4 +1,5 @@
-"""What holds for every hook and every plugin folder: examples, pages, fakes, templates, files, pins, and what a start may load."""
+"""What holds for every hook and every plugin folder: examples, pages, fakes, templates, files, pins, and what a start
+may load."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ def test_the_example_in_the_docstring_of_a_hook_is_an_implementation_of_it(hook:
     lines = [line.strip() for line in (getattr(Hooks, hook).__doc__ or "").splitlines()]
     code = "\n".join(line[4:] for line in lines if line.startswith((">>> ", "... ")))
     assert code, f"hook {hook} has no example in its docstring"
-    names = {node.id: node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}  # the classes that it leaves out
+    names = {
+        node.id: node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)
+    }  # the classes that it leaves out
     scope: dict[str, Any] = {**names, "turnwise": importlib.import_module("turnwise")}
     exec(code, scope)
     assert scope[hook].turnwise_impl is not None
@@ -117,13 +120,16 @@ def test_a_plugin_folder_is_complete(folder: Path) -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=[folder.name for folder in FOLDERS])
 def test_a_plugin_imports_what_is_public_alone(folder: Path) -> None:
-    """Contracts, data and errors, and the few helpers that are written for plugins; the kit's fakes in fixtures of tests."""
+    """Contracts, data and errors, and the few helpers that are written for plugins; the kit's fakes in fixtures of
+    tests."""
     for path in sorted((folder / "src").rglob("*.py")):
         public = PUBLIC | ({"turnwise.testing"} if path.name == "fixtures.py" else set())
         for line, name in imported(path):
             module = next((known for known in public if name == known or name.startswith(f"{known}.")), None)
             top = name.removeprefix("turnwise.") in TOP  # `from turnwise import hookimpl`
-            assert module or top or name == "turnwise", f"{path.relative_to(ROOT)}, line {line}: {name} is no public part of turnwise"
+            assert module or top or name == "turnwise", (
+                f"{path.relative_to(ROOT)}, line {line}: {name} is no public part of turnwise"
+            )
 
 
 def imported(path: Path) -> list[tuple[int, str]]:
@@ -147,7 +153,10 @@ def test_the_init_of_a_plugin_holds_hooks_only(folder: Path) -> None:
         else:
             assert isinstance(node, ast.FunctionDef), f"line {node.lineno} is no hook"
             assert node.name in KINDS
-            assert [ast.unparse(decorator) for decorator in node.decorator_list] in (["hookimpl"], ["turnwise.hookimpl"])
+            assert [ast.unparse(decorator) for decorator in node.decorator_list] in (
+                ["hookimpl"],
+                ["turnwise.hookimpl"],
+            )
 
 
 @every_folder(libraries=False)
@@ -165,7 +174,9 @@ def test_every_implementation_of_a_plugin_says_what_it_is_and_can_be_imported_on
             where, _, attribute = what.partition(":")
             path = package(folder).parent / Path(*where.split(".")).with_suffix(".py")
             assert path.is_file(), f"{record.name}: {what!r} names no file"
-            assert re.search(rf"^(class|def) {attribute}\b", path.read_text(encoding="utf-8"), re.MULTILINE), f"{record.name}: {what!r} is not there"
+            assert re.search(rf"^(class|def) {attribute}\b", path.read_text(encoding="utf-8"), re.MULTILINE), (
+                f"{record.name}: {what!r} is not there"
+            )
 
 
 def test_test_files_have_unique_names() -> None:
@@ -179,13 +190,24 @@ def test_the_core_imports_no_plugin() -> None:
     found = []
     for path in (ROOT / "core" / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            found += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in names if name.startswith("turnwise_")]  # type: ignore[attr-defined]
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+            found += [
+                f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in names if name.startswith("turnwise_")
+            ]  # type: ignore[attr-defined]
     assert found == []
 
 
 def pins() -> dict[str, str]:
-    lines = [line.split("#")[0].strip() for line in (ROOT / "requirements" / "run.txt").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        line.split("#")[0].strip()
+        for line in (ROOT / "requirements" / "run.txt").read_text(encoding="utf-8").splitlines()
+    ]
     return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines if line)}
 
 
@@ -242,7 +264,16 @@ OPTIONAL = {
     "render": ("testing/contracts/environment.py",),
 }
 """Members that an implementation may leave out, and where the core looks for them."""
-OF_PYTHON = {"__notes__", "besides", "__dict__", "__file__", "__await__", "_fields", "turnwise_impl", "register_resolver"}
+OF_PYTHON = {
+    "__notes__",
+    "besides",
+    "__dict__",
+    "__file__",
+    "__await__",
+    "_fields",
+    "turnwise_impl",
+    "register_resolver",
+}
 OF_PYTHON |= {"getpgid", "setsid", "killpg", "sched_getaffinity"}
 """Members of Python's own objects and of libraries, which versions and platforms lack."""
 CORE = ROOT / "core" / "src" / "turnwise"
@@ -253,7 +284,11 @@ def test_the_core_reads_no_undeclared_member_of_an_implementation() -> None:
     for file in sorted(CORE.rglob("*.py")):
         where = file.relative_to(CORE).as_posix()
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")):
+            if not (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("getattr", "hasattr")
+            ):
                 continue
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
             if name is not None and name not in OF_PYTHON and where not in OPTIONAL.get(str(name), ()):
@@ -264,13 +299,21 @@ def test_the_core_reads_no_undeclared_member_of_an_implementation() -> None:
 NAMED = {
     "config/schema.py": "the defaults of a run",
     "config/docgen.py": "the page that explains choices",
-    "config/choices.py": "short names that the field has for the sizes of any strategy, and the option that collects an engine's arguments",
+    "config/choices.py": (
+        "short names that the field has for the sizes of any strategy, and the option that collects an engine's"
+        " arguments"
+    ),
 }
 """Files of the core that may name implementations; config/foreign holds the field's own keys."""
 
 
 def test_the_core_names_no_option_and_no_algorithm_of_a_plugin() -> None:
-    schema = {a.name for cls in vars(importlib.import_module("turnwise.config.schema")).values() if attrs.has(cls) for a in attrs.fields(cls)}
+    schema = {
+        a.name
+        for cls in vars(importlib.import_module("turnwise.config.schema")).values()
+        if attrs.has(cls)
+        for a in attrs.fields(cls)
+    }
     names: set[str] = set()
     for entry in Registry.discover().entries():
         if entry.distribution == "turnwise" or entry.kind in ("environment", "logger"):
@@ -286,5 +329,7 @@ def test_the_core_names_no_option_and_no_algorithm_of_a_plugin() -> None:
         if where in NAMED or where.startswith(("config/foreign/", "testing/")):
             continue
         lines = file.read_text(encoding="utf-8").splitlines()
-        found += [f"{where}:{number}: {hit[0]}" for number, line in enumerate(lines, 1) for hit in [word.search(line)] if hit]
+        found += [
+            f"{where}:{number}: {hit[0]}" for number, line in enumerate(lines, 1) for hit in [word.search(line)] if hit
+        ]
     assert found == []

@@ -1,4 +1,5 @@
-"""A sample of `tests/mutated_yamls.py`, and `tests/broken_plugins.py`: no traceback, no success that is none, no hang, lines with place and fix."""
+"""A sample of `tests/mutated_yamls.py`, and `tests/broken_plugins.py`: no traceback, no success that is none, no hang,
+lines with place and fix."""
 
 from __future__ import annotations
 
@@ -62,6 +63,8 @@ def test_there_are_eighty_broken_plugins() -> None:
 def test_a_broken_plugin_is_a_line_that_names_it(family: str) -> None:
     families = {one.name.partition(": ")[0] for one in PLUGINS.broken()}
     named = {"import", "hook", "record", "options", "strategy", "backend"}
-    mine = [one for one in PLUGINS.broken() if one.name.partition(": ")[0] in ({family} if family else families - named)]
+    mine = [
+        one for one in PLUGINS.broken() if one.name.partition(": ")[0] in ({family} if family else families - named)
+    ]
     assert mine
     assert {(one.name, fault) for one in mine for fault in PLUGINS.judge(one, YAMLS)} == set()

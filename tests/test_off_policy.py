@@ -11,7 +11,10 @@ import pytest
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "off_policy.yaml"
 SHORT = ("max_steps=2", "eval_steps=0", "save_steps=0", "baselines=[]", "kl_loss_coef=0")
 LOSSES = ("tis", "topr", "cispo", "kimi15", "gspo", "gmpo", "sapo", "dppo")
-CORRECTED = "train_infer_correction={is_weight: {enabled: true, upper_bound: 1.0}, filters: [{agg_type: sequence, ratio_enabled: true}]}"
+CORRECTED = (
+    "train_infer_correction={is_weight: {enabled: true, upper_bound: 1.0}, filters: [{agg_type: sequence,"
+    " ratio_enabled: true}]}"
+)
 
 
 @pytest.mark.parametrize("override", ["ppo_epochs=2", *(f"pg_variant={name}" for name in LOSSES), CORRECTED])
@@ -64,7 +67,10 @@ def test_tokens_that_a_filter_drops_do_not_train(lake: Any) -> None:
 def test_a_correction_of_shared_weights_without_a_pass_is_refused_before_the_start(lake: Any, command: str) -> None:
     result = lake.command(command, "run.yaml", CORRECTED)
     assert result.exit_code == 2
-    assert "train_infer_correction compares old log-probs with the sampler's, but here they are the sampler's" in result.output
+    assert (
+        "train_infer_correction compares old log-probs with the sampler's, but here they are the sampler's"
+        in result.output
+    )
     assert not (lake.folder / "out").exists()
 
 
@@ -73,7 +79,8 @@ def test_a_correction_of_shared_weights_without_a_pass_is_refused_before_the_sta
 
 @pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3"])
 def test_kl_in_reward_and_loss_against_a_reference_with_the_adaptive_coefficient(lake: Any, kind: str) -> None:
-    """Two steps of 16 trajectories; at the first the policy is the reference, so the coefficient falls by as much as it may."""
+    """Two steps of 16 trajectories; at the first the policy is the reference, so the coefficient falls by as much as it
+    may."""
     estimator = {"k1": "reinforce", "abs": "grpo", "k2": "rloo"}.get(kind, "reinforce_plus_plus_baseline")
     lake.train(
         "max_steps=3", "eval_steps=0", "save_steps=0", "baselines=[]", f"adv_estimator={estimator}", f"kl_penalty={kind}", f"kl_loss_type={kind}",

@@ -1,4 +1,5 @@
-"""`plan` and what training does agree: updates of every step and their learning rates, actor and critic, for every batch-adjust policy."""
+"""`plan` and what training does agree: updates of every step and their learning rates, actor and critic, for every
+batch-adjust policy."""
 
 from __future__ import annotations
 
@@ -29,10 +30,15 @@ def _own_registry() -> Iterator[None]:
 
 def role(micro: int, accumulation: int, **args: Any) -> dict[str, Any]:
     sizes = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
-    return {"strategy_args": {"strategy_name": "fake"}, "training_args": {"learning_rate": RATE, "lr_scheduler_type": "linear", **sizes, **args}}
+    return {
+        "strategy_args": {"strategy_name": "fake"},
+        "training_args": {"learning_rate": RATE, "lr_scheduler_type": "linear", **sizes, **args},
+    }
 
 
-def run_of(manager: Any, turns: int, most: int, policy: str, epochs: int, actor: dict[str, Any], critic: dict[str, Any] | None) -> dict[str, Any]:
+def run_of(
+    manager: Any, turns: int, most: int, policy: str, epochs: int, actor: dict[str, Any], critic: dict[str, Any] | None
+) -> dict[str, Any]:
     """Every episode has `turns` turns, of `most` that it may have; every turn samples something."""
     return {
         "plugins": ["turnwise.testing.plugin"],
@@ -49,7 +55,15 @@ def run_of(manager: Any, turns: int, most: int, policy: str, epochs: int, actor:
         "actor_infer": {"strategy_args": {"strategy_name": "fake"}, "generating_args": {"max_new_tokens": 2}},
         **({"critic": critic} if critic else {}),
         "train_env_manager": {"num_env_groups": GROUPS, "group_size": SIZE},
-        "custom_envs": {"F": {"env_type": "fake", "env_manager": manager, "max_steps": most, "step": "inline", "env_config": {"length": turns}}},
+        "custom_envs": {
+            "F": {
+                "env_type": "fake",
+                "env_manager": manager,
+                "max_steps": most,
+                "step": "inline",
+                "env_config": {"length": turns},
+            }
+        },
         "track_with": ["jsonl"],
     }
 
@@ -85,9 +99,18 @@ def assert_agrees(plan: dict[str, Any], steps: list[dict[str, float]], who: str,
     critics=st.none() | st.tuples(st.integers(1, 3), st.integers(1, 3)),
 )
 def test_training_makes_the_updates_that_plan_tells_at_the_rates_of_their_progress(
-    tmp_path_factory: pytest.TempPathFactory, stepwise: bool, turns: int, spare: int, policy: str, epochs: int, sizes: Any, critics: Any
+    tmp_path_factory: pytest.TempPathFactory,
+    stepwise: bool,
+    turns: int,
+    spare: int,
+    policy: str,
+    epochs: int,
+    sizes: Any,
+    critics: Any,
 ) -> None:
-    fits = all(GROUPS * SIZE % (micro * accumulation) == 0 for micro, accumulation in [sizes, *([critics] if critics else [])])
+    fits = all(
+        GROUPS * SIZE % (micro * accumulation) == 0 for micro, accumulation in [sizes, *([critics] if critics else [])]
+    )
     assume(policy != "by_trajectory" or fits)
     folder = tmp_path_factory.mktemp("run")
     critic = role(*critics, warmup_steps=1) if critics else None

@@ -1,4 +1,5 @@
-"""The YAMLs of the plugins' READMEs: all keys exist, and the first of every engine trains on a CPU machine. Turnwise-openai runs its own."""
+"""The YAMLs of the plugins' READMEs: all keys exist, and the first of every engine trains on a CPU machine.
+Turnwise-openai runs its own."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def example(name: str) -> str:
 @pytest.mark.parametrize("readme", [path for path in READMES if examples(path)], ids=lambda path: path.parent.name)
 def test_every_key_of_a_readme_exists(readme: Path, lake: Any) -> None:
     """Parts of a configuration are put into a whole one."""
-    whole = OmegaConf.merge(OmegaConf.load(lake.yaml), {"rollout_batch_size": 64, "train_env_manager": {"num_env_groups": 16}})
+    whole = OmegaConf.merge(
+        OmegaConf.load(lake.yaml), {"rollout_batch_size": 64, "train_env_manager": {"num_env_groups": 16}}
+    )
     for text in examples(readme):
         block = OmegaConf.create(text)
         OmegaConf.save(block if "max_steps" in block else OmegaConf.merge(whole, block, {"plugins": []}), lake.yaml)
@@ -56,7 +59,8 @@ SMALL = (
 
 
 def assert_trained(run: Any) -> None:
-    """Two steps and two evaluations; sampler and trainer have the same weights before and after the first update, which moved them."""
+    """Two steps and two evaluations; sampler and trainer have the same weights before and after the first update, which
+    moved them."""
     lines = run.metrics()
     trained = [line for line in lines if "policy/grad_norm" in line]
     assert [line["step"] for line in trained] == [0, 1]
@@ -75,7 +79,9 @@ def test_an_example_without_an_engine_runs(name: str, make_run: Make) -> None:
 
 
 def real(name: str, here: bool, *more: Any) -> Any:
-    return pytest.param(name, marks=[pytest.mark.engines, pytest.mark.skipif(not here, reason=f"{name} is not installed"), *more])
+    return pytest.param(
+        name, marks=[pytest.mark.engines, pytest.mark.skipif(not here, reason=f"{name} is not installed"), *more]
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +103,8 @@ def test_an_example_of_an_engine_runs(name: str, make_run: Make) -> None:
 
 
 def test_what_a_page_installs_of_turnwise_comes_from_wheels_or_folders() -> None:
-    """No package index has it. An extra of what is installed (`turnwise-torch[lora]`) needs neither, in a sentence about it."""
+    """No package index has it. An extra of what is installed (`turnwise-torch[lora]`) needs neither, in a sentence
+    about it."""
     root = PLUGINS.parent
     pages = [root / "README.md", *READMES, *sorted((root / "docs").rglob("*.md"))]
     for page in pages:

@@ -1,4 +1,5 @@
-"""The main job's YAML trains a folder of weights with two overrides; what is trained on is, token for token, what was sampled."""
+"""The main job's YAML trains a folder of weights with two overrides; what is trained on is, token for token, what was
+sampled."""
 
 from __future__ import annotations
 
@@ -45,16 +46,25 @@ SIZES = [
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as one downloads it: config.json, model.safetensors in bf16, a byte-level BPE tokenizer of Qwen2's class, ChatML."""
+    """A folder as one downloads it: config.json, model.safetensors in bf16, a byte-level BPE tokenizer of Qwen2's
+    class, ChatML."""
     folder = tmp_path_factory.mktemp("weights")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    texts = [SYSTEM, "The goal is 2 down 1 right. Holes: Down, Left, Up.", "<answer>Right</answer>", "user assistant system"]
+    texts = [
+        SYSTEM,
+        "The goal is 2 down 1 right. Holes: Down, Left, Up.",
+        "<answer>Right</answer>",
+        "user assistant system",
+    ]
     bpe.train_from_iterator(
-        texts * 20, trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+        texts * 20,
+        trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False),
     )
     model = json.loads(bpe.to_str())["model"]
-    tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]], eos_token="<|im_end|>")
+    tokenizer = Qwen2Tokenizer(
+        vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]], eos_token="<|im_end|>"
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -82,7 +92,9 @@ def run_of(make_run: Any, weights: Path, monkeypatch: pytest.MonkeyPatch, *overr
     build = learner.build_batch
     monkeypatch.setattr(learner, "build_batch", lambda *args: batches.append(build(*args)) or batches[-1])
     run = make_run("")
-    result = run.command("train", str(EXAMPLE), f"pretrain={weights}", f"action_pattern='{PATTERN}'", *SIZES, *overrides)
+    result = run.command(
+        "train", str(EXAMPLE), f"pretrain={weights}", f"action_pattern='{PATTERN}'", *SIZES, *overrides
+    )
     assert result.exit_code == 0, result.output + repr(result.exception)
     return run, batches
 
@@ -92,7 +104,8 @@ def records(run: Any, split: str, step: int) -> list[dict[str, Any]]:
 
 
 def prompt(observation: str, system: str = SYSTEM) -> str:
-    """What ChatML makes of one observation, written out; without a system message of the manager's, the template's own."""
+    """What ChatML makes of one observation, written out; without a system message of the manager's, the template's
+    own."""
     return f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{observation}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -125,7 +138,9 @@ def test_stepwise_every_turn_is_a_row_of_its_own(make_run: Any, weights: Path, m
     for (start, length), turn in zip(rows, turns, strict=True):
         row = slice(start, start + length)
         assert batch.tokens["input_ids"][row].tolist() == turn["prompt_ids"] + turn["response_ids"]
-        assert batch.tokens["response_mask"][row].tolist() == [False] * len(turn["prompt_ids"]) + [True] * len(turn["response_ids"])
+        assert batch.tokens["response_mask"][row].tolist() == [False] * len(turn["prompt_ids"]) + [True] * len(
+            turn["response_ids"]
+        )
     check_log_probs(weights, turns[:6])
     first, second, last = run.metrics()
     assert first["env/FrozenLake/invalid_actions"] == 1.0
@@ -134,7 +149,9 @@ def test_stepwise_every_turn_is_a_row_of_its_own(make_run: Any, weights: Path, m
     assert last["val/FrozenLakeHeldOut/failed"] == 0
 
 
-def test_a_whole_conversation_is_one_row_of_the_sampled_tokens(make_run: Any, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_conversation_is_one_row_of_the_sampled_tokens(
+    make_run: Any, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tags = ("FrozenLake", "FrozenLakeHeldOut")
     manager = "{use: trajectory, action_pattern: '${action_pattern}', format_penalty: -0.1}"
     changed = [f"custom_envs.{tag}.env_manager={part}" for tag in tags for part in ("null", manager)]
@@ -159,17 +176,23 @@ def test_a_whole_conversation_is_one_row_of_the_sampled_tokens(make_run: Any, we
         for turn in turns:
             mask[len(turn["prompt_ids"]) : len(turn["prompt_ids"]) + len(turn["response_ids"])] = True
         assert batch.tokens["response_mask"][row].tolist() == mask.tolist()
-        assert batch.tokens["input_ids"][row][mask].tolist() == [token for turn in turns for token in turn["response_ids"]]
+        assert batch.tokens["input_ids"][row][mask].tolist() == [
+            token for turn in turns for token in turn["response_ids"]
+        ]
         assert all(turn["reward"] < -0.1 for turn in turns)  # invalid, and not in the format
     check_log_probs(weights, [t["turns"][-1] for t in played[:4]])
     assert run.metrics()[0]["rollout/stop/turns"] + run.metrics()[0].get("rollout/stop/length", 0) == 1
 
 
-def test_the_exported_model_is_a_folder_of_weights_again(make_run: Any, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exported_model_is_a_folder_of_weights_again(
+    make_run: Any, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, _ = run_of(make_run, weights, monkeypatch, "eval_steps=0")
     exported = run.folder / "out/checkpoints/checkpoint-000002/model"
     again, _ = run_of(make_run, exported, monkeypatch, "max_steps=1", "eval_steps=0")
-    before, after = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict() for folder in (weights, exported))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict() for folder in (weights, exported)
+    )
     assert set(before) == set(after)
     assert any(not torch.equal(before[name], after[name]) for name in before)
     first = records(again, "train", 0)[0]["turns"][0]

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-OTHER_TEXTS = "custom_envs.Lake.env_manager={use: stepwise, history_length: 1, agent_system_template: 'aardvark zebra quagga'}"
+OTHER_TEXTS = (
+    "custom_envs.Lake.env_manager={use: stepwise, history_length: 1, agent_system_template: 'aardvark zebra quagga'}"
+)
 
 
 def vocabulary(folder: Path) -> dict[str, int]:
@@ -26,7 +28,9 @@ def test_a_resumed_recipe_model_has_the_vocabulary_of_its_checkpoint_and_its_fir
     assert vocabulary(lake.folder / "out" / "checkpoints" / "checkpoint-000003" / "model") == before
     # What the reference is loaded from: the weights of the recipe's seed, for the ids of that vocabulary.
     folders = list((lake.folder / "out" / "model").iterdir())
-    assert {json.dumps(vocabulary(folder), sort_keys=True) for folder in folders} == {json.dumps(before, sort_keys=True)}
+    assert {json.dumps(vocabulary(folder), sort_keys=True) for folder in folders} == {
+        json.dumps(before, sort_keys=True)
+    }
     expected = load_file(first / "model.safetensors")
     for folder in folders:
         weights = load_file(folder / "model.safetensors")
@@ -36,4 +40,6 @@ def test_a_resumed_recipe_model_has_the_vocabulary_of_its_checkpoint_and_its_fir
 
 def test_other_texts_would_have_given_another_vocabulary(lake: Any) -> None:
     lake.train("max_steps=1", OTHER_TEXTS)
-    assert any("quagga" in word for word in vocabulary(lake.folder / "out" / "checkpoints" / "checkpoint-000001" / "model"))
+    assert any(
+        "quagga" in word for word in vocabulary(lake.folder / "out" / "checkpoints" / "checkpoint-000001" / "model")
+    )

@@ -1,4 +1,5 @@
-"""The regression run for lengths: on long documents no sample is longer than max_prompt_length + max_new_tokens, whatever the manager."""
+"""The regression run for lengths: on long documents no sample is longer than max_prompt_length + max_new_tokens,
+whatever the manager."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def steps(make_run: Any) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("manager", MANAGERS)
-def test_every_sample_keeps_the_bound_where_episodes_run_into_it(steps: dict[str, dict[str, Any]], manager: str) -> None:
+def test_every_sample_keeps_the_bound_where_episodes_run_into_it(
+    steps: dict[str, dict[str, Any]], manager: str
+) -> None:
     line = steps[manager]
     assert 2000 < line["tokens/batch_padded_seq_len"] <= BOUND
     assert line["rollout/stop/length"] > 0  # documents of up to 5,000 tokens do not fit
@@ -57,11 +60,22 @@ def test_the_benchmark_prints_its_tables(monkeypatch: pytest.MonkeyPatch, capsys
     samples = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "samples", samples)
     spec.loader.exec_module(samples)
-    monkeypatch.setattr("sys.argv", ["samples.py", "--episodes", "2", "--longest", "150", "--hops", "2", "--repeats", "1"])
+    monkeypatch.setattr(
+        "sys.argv", ["samples.py", "--episodes", "2", "--longest", "150", "--hops", "2", "--repeats", "1"]
+    )
     samples.main()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("|")
+    ]
     keeps = {row[0]: row for row in rows[2:6]}
     assert [row[1] for row in rows[2:6]] == ["2", "6", "2", "6"]
     assert keeps["step-wise, merged"][2:5] == keeps["trajectory-wise"][2:5]
     assert len({keeps[name][6] for name in ("trajectory-wise", "step-wise", "step-wise, merged")}) == 1
-    assert [row[1] for row in rows[8:12]] == ["2", "6", "6", "6"]  # nothing merges where every earlier turn loses its thinking
+    assert [row[1] for row in rows[8:12]] == [
+        "2",
+        "6",
+        "6",
+        "6",
+    ]  # nothing merges where every earlier turn loses its thinking

@@ -1,4 +1,5 @@
-"""The three reference set-ups of the field, as YAMLs with its own keys: `plan` prints their numbers without engine, device or weights."""
+"""The three reference set-ups of the field, as YAMLs with its own keys: `plan` prints their numbers without engine,
+device or weights."""
 
 from __future__ import annotations
 
@@ -58,7 +59,11 @@ def test_memory_of_the_set_ups_by_hand() -> None:
     count = 3_754_622_976
     infer, train = planned("A")["memory"]
     assert (infer["weights"], infer["kv_cache"]) == (2 * count, int(0.6 * 40e9) - 2 * count - infer["activations"])
-    assert (train["weights"], train["gradients"], train["optimizer"]) == (2 * count // 8, 2 * count // 8, 12 * count // 8)
+    assert (train["weights"], train["gradients"], train["optimizer"]) == (
+        2 * count // 8,
+        2 * count // 8,
+        12 * count // 8,
+    )
     count = 7_615_616_512
     infer, train = planned("C", "--device-gb", "80")["memory"]
     assert infer["weights"] + infer["kv_cache"] == int(0.85 * 80e9)
@@ -67,28 +72,46 @@ def test_memory_of_the_set_ups_by_hand() -> None:
 
 def test_images_of_a_vision_model_are_told_at_most() -> None:
     values = planned("A")
-    assert values["cpu"]["images"] == 512 * 8192 * 4 * 14 * 14 * 3  # every token of an image: 2 × 2 patches of 14² pixels
+    assert (
+        values["cpu"]["images"] == 512 * 8192 * 4 * 14 * 14 * 3
+    )  # every token of an image: 2 × 2 patches of 14² pixels
     assert values["memory"][1]["images"] > 0
     assert "images" not in planned("B")["cpu"]
 
 
 def test_warm_up_is_told_in_updates() -> None:
-    assert (planned("B")["warmup_updates"], planned("C")["warmup_updates"], planned("A")["warmup_updates"]) == ([10, 10], [1, 1], [0, 0])
+    assert (planned("B")["warmup_updates"], planned("C")["warmup_updates"], planned("A")["warmup_updates"]) == (
+        [10, 10],
+        [1, 1],
+        [0, 0],
+    )
     assert "warm-up        10 pipeline steps = 10 updates" in turnwise("plan", EXAMPLES / SET_UPS["B"]).stdout
 
 
 def test_sixteen_rows_of_8192_tokens_are_told_to_be_too_much_for_40_gigabytes() -> None:
-    more = ("actor_train.training_args.per_device_train_batch_size=16", "actor_train.training_args.gradient_accumulation_steps=2")
+    more = (
+        "actor_train.training_args.per_device_train_batch_size=16",
+        "actor_train.training_args.gradient_accumulation_steps=2",
+    )
     (line,) = [w for w in planned("A", *more)["warnings"] if w.startswith("actor_train: ")]
-    assert "is too much for a device of 40 GB. Fix: lower per_device_train_batch_size (16; raise gradient_accumulation_steps)" in line
+    assert (
+        "is too much for a device of 40 GB. Fix: lower per_device_train_batch_size (16; raise"
+        " gradient_accumulation_steps)" in line
+    )
     assert not [w for w in planned("A", *more, "--device-gb", "80")["warnings"] if w.startswith("actor_train: ")]
     assert not [w for w in planned("A")["warnings"] if w.startswith("actor_train: ")]
 
 
 LACKS = {
     "A": (("needs 8 GPUs, found 0",), ("no environment is named 'click_and_read'",)),
-    "B": (("needs 4 GPUs, found 0", "needs 8 GPUs, found 0"), ("asynchronous training is not supported by this version",)),
-    "C": (("needs 16 GPUs, found 0", "needs 24 GPUs, found 0"), ("asynchronous training is not supported", "no environment is named 'rlvr'")),
+    "B": (
+        ("needs 4 GPUs, found 0", "needs 8 GPUs, found 0"),
+        ("asynchronous training is not supported by this version",),
+    ),
+    "C": (
+        ("needs 16 GPUs, found 0", "needs 24 GPUs, found 0"),
+        ("asynchronous training is not supported", "no environment is named 'rlvr'"),
+    ),
 }
 """What the machine lacks, and what Turnwise does."""
 
@@ -96,12 +119,18 @@ LACKS = {
 @pytest.mark.parametrize("where", ["", pytest.param("engines", marks=pytest.mark.engines)])
 @pytest.mark.parametrize("name", SET_UPS)
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_a_set_up_is_right_and_what_is_not_here_is_told_apart(name: str, command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_up_is_right_and_what_is_not_here_is_told_apart(
+    name: str, command: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if where and importlib.util.find_spec("vllm") is None:
         pytest.skip("the engines are not installed here")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     python = os.environ.get("TURNWISE_SGLANG_PYTHON", "") if where and name == "C" else ""
-    refused = turnwise(command, EXAMPLES / SET_UPS[name], *[f"actor_infer.strategy_args.strategy_config.python={python}"] * bool(python))
+    refused = turnwise(
+        command,
+        EXAMPLES / SET_UPS[name],
+        *[f"actor_infer.strategy_args.strategy_config.python={python}"] * bool(python),
+    )
     assert refused.exit_code == 2
     told = [line for line in refused.stderr.splitlines() if not line.startswith(("note: ", "warning: "))]
     wrong = "config: " if command == "check" else "error: "
@@ -120,7 +149,12 @@ def test_an_environment_that_is_not_installed_is_a_warning_of_plan(name: str, ab
 def test_the_field_s_includes_templates_and_class_paths_arrive() -> None:
     loaded = load(EXAMPLES / SET_UPS["B"], planning=True)
     env = loaded.config.custom_envs["FrozenLake"]
-    assert (env.env_manager.name, env.max_steps, env.max_tokens_per_step, env.max_env_step_concurrent) == ("trajectory", 10, 128, 1)
+    assert (env.env_manager.name, env.max_steps, env.max_tokens_per_step, env.max_env_step_concurrent) == (
+        "trajectory",
+        10,
+        128,
+        1,
+    )
     assert env.env_manager.config.action_pattern == "<answer>(.*?)</answer>"
     assert env.env_manager.config.format_penalty == -0.05
     assert "{actions_left}" in env.env_manager.config.agent_template
@@ -146,7 +180,10 @@ def test_updates_of_every_policy_where_turns_are_rows() -> None:
         "random_sample": [1, 1],
         "none": [1, 10],
     }
-    assert "by policy      updates a step: auto 1 to 10, by_trajectory 1," in turnwise("plan", EXAMPLES / SET_UPS["B"], more).stdout
+    assert (
+        "by policy      updates a step: auto 1 to 10, by_trajectory 1,"
+        in turnwise("plan", EXAMPLES / SET_UPS["B"], more).stdout
+    )
     assert "by policy" not in turnwise("plan", EXAMPLES / SET_UPS["B"]).stdout
 
 

@@ -1,4 +1,5 @@
-"""The study of what learns: its configurations are valid, a finished run is not run again, a failed one stops nobody, its numbers are right."""
+"""The study of what learns: its configurations are valid, a finished run is not run again, a failed one stops nobody,
+its numbers are right."""
 
 from __future__ import annotations
 
@@ -32,8 +33,24 @@ def pages(study: Any) -> Any:
 
 def line_of(run: Any, after: float = 0.75, **more: Any) -> dict[str, Any]:
     """What a finished run of two steps of 8 trajectories may have left."""
-    keys = {"name": run.name, "digest": run.digest, "env": run.env, "manager": run.manager, "estimator": run.estimator, "seed": run.seed}
-    used = {"steps": 2, "trajectories": 16.0, "turns": 64.0, "samples": 32.0, "tokens": 2e6, "sampled_tokens": 99.0, "cpu": 7.4, "wall": 9.0}
+    keys = {
+        "name": run.name,
+        "digest": run.digest,
+        "env": run.env,
+        "manager": run.manager,
+        "estimator": run.estimator,
+        "seed": run.seed,
+    }
+    used = {
+        "steps": 2,
+        "trajectories": 16.0,
+        "turns": 64.0,
+        "samples": 32.0,
+        "tokens": 2e6,
+        "sampled_tokens": 99.0,
+        "cpu": 7.4,
+        "wall": 9.0,
+    }
     shown = {"evals": [[0, 0.0, -1.8], [2, after, 0.5]], "training": [0.1, 0.3], "last_turns": 4.0, "last_samples": 2.0}
     return {**keys, **used, **shown, "players": {"random": 0.25}, "machine": "two cores", **more}
 
@@ -41,7 +58,9 @@ def line_of(run: Any, after: float = 0.75, **more: Any) -> dict[str, Any]:
 def test_there_is_a_run_for_every_combination_and_seed_and_a_study_cut_short_has_whole_tables(study: Any) -> None:
     runs = study.all_runs()
     assert len({run.name for run in runs}) == len(runs) == 3 * 12 + 4
-    lake = {(m, e) for m in ("trajectory", "stepwise", "merged") for e in ("grpo", "gigpo", "gae", "reinforce_plus_plus")}
+    lake = {
+        (m, e) for m in ("trajectory", "stepwise", "merged") for e in ("grpo", "gigpo", "gae", "reinforce_plus_plus")
+    }
     for seed, first in ((0, 0), (1, COMBINATIONS), (2, COMBINATIONS + 12)):
         part = runs[first : first + 12]
         assert {(run.env, run.seed) for run in part} == {("frozen_lake", seed)}
@@ -81,7 +100,9 @@ def small(study: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_run_leaves_a_line_and_is_not_run_again_and_a_broken_one_stops_nobody(study: Any, small: Any, tmp_path: Path) -> None:
+def test_a_run_leaves_a_line_and_is_not_run_again_and_a_broken_one_stops_nobody(
+    study: Any, small: Any, tmp_path: Path
+) -> None:
     broken = evolve(small, seed=1, config={**small.config, "max_steps": -1})
     told = list(study.play_all([broken, small], tmp_path))
     assert told[0] == (broken, None)
@@ -99,7 +120,9 @@ def test_a_run_leaves_a_line_and_is_not_run_again_and_a_broken_one_stops_nobody(
 def test_a_line_that_a_kill_cut_short_and_a_changed_configuration_are_not_finished(study: Any, tmp_path: Path) -> None:
     run = study.frozen_lake("stepwise", "grpo", 0)
     other = evolve(run, seed=1)
-    (tmp_path / "results.jsonl").write_text(json.dumps(line_of(run)) + "\n" + json.dumps(line_of(other))[:40], encoding="utf-8")
+    (tmp_path / "results.jsonl").write_text(
+        json.dumps(line_of(run)) + "\n" + json.dumps(line_of(other))[:40], encoding="utf-8"
+    )
     assert list(study.finished(tmp_path)) == [(run.name, run.digest)]
     assert study.frozen_lake("stepwise", "grpo", 0, steps=7).digest != run.digest
 
@@ -117,7 +140,11 @@ def test_the_pages_show_every_run_also_those_that_did_not_learn(study: Any, page
     marks = [pages.BEGIN.format(env) + "old\n" + pages.END.format(env) for env in ("frozen_lake", "sokoban")]
     page.write_text("before\n" + "between\n".join(marks) + "after\n", encoding="utf-8")
     after = {0: 0.75, 1: 0.25, 2: 0.5}
-    lines = [line_of(run, after[run.seed]) for run in study.all_runs() if (run.env, run.estimator, run.seed) != ("frozen_lake", "gae", 2)]
+    lines = [
+        line_of(run, after[run.seed])
+        for run in study.all_runs()
+        if (run.env, run.estimator, run.seed) != ("frozen_lake", "gae", 2)
+    ]
     pages.write(lines, tmp_path / "results", page.parent / "images")
     text = page.read_text(encoding="utf-8")
     assert "| stepwise, merged | `gigpo` | 0.750 | 0.250 | 0.500 | 0.500 | 0.000 | 2 of 3 |" in text
@@ -149,6 +176,10 @@ def test_runs_of_different_budgets_make_no_table(study: Any, pages: Any) -> None
 def test_the_committed_tables_are_on_the_page(pages: Any) -> None:
     page = (ROOT / "docs" / "learning.md").read_text(encoding="utf-8")
     for name, _ in pages.PAGES.values():
-        rows = [line for line in (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+        rows = [
+            line
+            for line in (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8").splitlines()
+            if line.startswith("|")
+        ]
         assert len(rows) > 4
         assert [row for row in rows if row not in page] == []

@@ -1,4 +1,5 @@
-"""A model whose classes stand in its own folder: refused without a question, and with `trust_remote_code` a run as any other."""
+"""A model whose classes stand in its own folder: refused without a question, and with `trust_remote_code` a run as any
+other."""
 
 from __future__ import annotations
 

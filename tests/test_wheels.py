@@ -56,9 +56,13 @@ def fresh(tmp_path: Path) -> Path:
 
 
 def install(python: Path, dist: Path, *names: str) -> dict[str, Path]:
-    """Install as the READMEs say, without an index; the distributions of Turnwise that are there then, and their folders."""
+    """Install as the READMEs say, without an index; the distributions of Turnwise that are there then, and their
+    folders."""
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--find-links", dist, *names)
-    code = "import json\nfrom importlib.metadata import distributions\nprint(json.dumps({d.name: str(d.locate_file('')) for d in distributions()}))"
+    code = (
+        "import json\nfrom importlib.metadata import distributions\nprint(json.dumps({d.name: str(d.locate_file(''))"
+        " for d in distributions()}))"
+    )
     found = json.loads(run(python, "-c", code))
     return {name: Path(place) for name, place in found.items() if name.startswith("turnwise")}
 
@@ -84,6 +88,7 @@ def test_whatever_is_installed_from_wheels_is_complete(dist: Path, fresh: Path) 
     planned = run(fresh.with_name("turnwise"), "plan", ROOT / "examples" / "frozen_lake.yaml")
     assert "16 groups × 16 = 256 trajectories a step" in planned
     run(fresh.with_name("turnwise"), "new", "env", "my-game", "--into", fresh.parent)  # its templates came along
-    # What errors say where the package of an extra is missing and its distribution is there, which no index is asked for.
+    # What errors say where the package of an extra is missing and its distribution is there, which no index is asked
+    # for.
     extras = ("turnwise-torch[lora]", "turnwise[testing]")
     run(sys.executable, "-m", "pip", "--python", fresh, "install", "--no-index", *extras)

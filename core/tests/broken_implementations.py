@@ -1,4 +1,5 @@
-"""Implementations that break their contract in one way each; test_testing_kit.py says which contract tests must notice."""
+"""Implementations that break their contract in one way each; test_testing_kit.py says which contract tests must
+notice."""
 
 from __future__ import annotations
 
@@ -179,7 +180,10 @@ class SinglePrecision(FakeEstimator):
 class InventsARow(FakeBatchAdjust):
     def plan(self, rows: AdjustInput) -> list[PlannedUpdate]:
         made = super().plan(rows)
-        return [*made[:-1], PlannedUpdate(np.append(made[-1].rows, len(rows.trajectory)), np.append(made[-1].weights, 1.0))]
+        return [
+            *made[:-1],
+            PlannedUpdate(np.append(made[-1].rows, len(rows.trajectory)), np.append(made[-1].weights, 1.0)),
+        ]
 
 
 class Miscounts(FakeBatchAdjust):
@@ -311,7 +315,10 @@ class ForgetsTheWeights(FakeStrategy):
 class EncodesAgain(FakeEnvManager):
     async def run(self, episode: Episode, sampler: Sampler) -> Trajectory:
         played = await super().run(episode, sampler)
-        turns = [evolve(t, response_ids=int32(np.where(t.response_ids == ord("a"), ord("A"), t.response_ids))) for t in played.turns]
+        turns = [
+            evolve(t, response_ids=int32(np.where(t.response_ids == ord("a"), ord("A"), t.response_ids)))
+            for t in played.turns
+        ]
         return evolve(played, turns=tuple(turns))
 
 
@@ -361,7 +368,14 @@ class UnwatchedRuntime(FakeRuntime):
 class PartialRole:
     def __init__(self, role: Any) -> None:
         self.logprobs, self.update = role.logprobs, role.update
-        self.close, self.load, self.save, self.offer, self.send, self.watch = role.close, role.load, role.save, role.offer, role.send, role.watch
+        self.close, self.load, self.save, self.offer, self.send, self.watch = (
+            role.close,
+            role.load,
+            role.save,
+            role.offer,
+            role.send,
+            role.watch,
+        )
 
 
 class PartialRuntime(FakeRuntime):
@@ -375,7 +389,9 @@ class AbsentWorkers(FakeRuntime):
 
 
 class OpenChat(FakeChat):
-    def extend(self, ids: np.ndarray, finish: str, messages: Sequence[Message], images: Sequence[np.ndarray] = ()) -> np.ndarray:
+    def extend(
+        self, ids: np.ndarray, finish: str, messages: Sequence[Message], images: Sequence[np.ndarray] = ()
+    ) -> np.ndarray:
         return self.render(messages, images)
 
 
@@ -387,7 +403,10 @@ class OpenSource(FakeModelSource):
 @hookimpl
 def environments() -> list[Implementation]:
     made = [SeedsGlobally, DrawsGlobally, SharesState, IgnoresSeed, SeedsOf31Bits, RemembersEpisodes, HoldsALambda]
-    return [Implementation(c.__name__, c) for c in [*made, RewardsNan, TellsLists, ClosesOnce, RaisesOnEmpty, NeedsTheResponse, RendersFloats]]
+    return [
+        Implementation(c.__name__, c)
+        for c in [*made, RewardsNan, TellsLists, ClosesOnce, RaisesOnEmpty, NeedsTheResponse, RendersFloats]
+    ]
 
 
 @hookimpl
@@ -413,13 +432,19 @@ def loggers() -> list[Implementation]:
 
 @hookimpl
 def policy_losses() -> list[Implementation]:
-    return [Implementation(c.__name__, c) for c in (MeanLoss, MetricWithGradient, UsesTheEntropy, WeighsByPosition, Explodes)]
+    return [
+        Implementation(c.__name__, c)
+        for c in (MeanLoss, MetricWithGradient, UsesTheEntropy, WeighsByPosition, Explodes)
+    ]
 
 
 @hookimpl
 def inference_backends() -> list[Implementation]:
     made = (IgnoresTheTemperature, KeepsItsVersion, CountsRequests, NeverPauses)
-    return [Implementation(c.__name__, c, config="turnwise.testing.fakes:FakeBackendConfig", fixtures=fixtures.backend) for c in made]
+    return [
+        Implementation(c.__name__, c, config="turnwise.testing.fakes:FakeBackendConfig", fixtures=fixtures.backend)
+        for c in made
+    ]
 
 
 @hookimpl

@@ -104,7 +104,9 @@ class TrainerOptions:
 
     def data_parallel_size(self, world: int) -> int:
         if world % self.tensor_model_parallel_size:
-            raise ValueError(f"{world} devices are not divisible by tensor_model_parallel_size {self.tensor_model_parallel_size}")
+            raise ValueError(
+                f"{world} devices are not divisible by tensor_model_parallel_size {self.tensor_model_parallel_size}"
+            )
         return world // self.tensor_model_parallel_size
 
 
@@ -164,7 +166,9 @@ RECORDS: list[tuple[str, Implementation]] = [
     ("inference_backend", Implementation("random", object)),
     (
         "train_strategy",
-        Implementation("trainer", object, TrainerOptions, aliases=("trainer_train",), presets={"trainer_zero3": {"stage": 3}}),
+        Implementation(
+            "trainer", object, TrainerOptions, aliases=("trainer_train",), presets={"trainer_zero3": {"stage": 3}}
+        ),
     ),
     ("advantage_estimator", Implementation("grpo", Grpo, GrpoOptions)),
     ("advantage_estimator", Implementation("gigpo", Grpo, GigpoOptions)),
@@ -233,7 +237,8 @@ def inference_backends():
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """`toy(max_steps=1, ...)`: the YAML of a whole run on the fakes and a player, with top-level keys changed, in the current folder.
+    """`toy(max_steps=1, ...)`: the YAML of a whole run on the fakes and a player, with top-level keys changed, in the
+    current folder.
 
     A key that is None is left out."""
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,5 @@
-"""From a batch to advantages: KL estimators and the adaptive coefficient by hand, the penalty against slow loops, and the order of the steps."""
+"""From a batch to advantages: KL estimators and the adaptive coefficient by hand, the penalty against slow loops, and
+the order of the steps."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from turnwise.pipeline.advantages import adapted, add_kl_penalty, filter_groups,
 from turnwise.testing.fakes import FakeEstimator, FakeFilterConfig, FakeGroupFilter
 from turnwise.testing.synthetic import batch_of, one_row, played, row_per_turn, trajectories
 
-CONFIG = RunConfig(max_steps=1, rollout_batch_size=12, pretrain="fake", train_env_manager=EnvManagerConfig(), custom_envs={}, whiten_advantages=False)
+CONFIG = RunConfig(
+    max_steps=1,
+    rollout_batch_size=12,
+    pretrain="fake",
+    train_env_manager=EnvManagerConfig(),
+    custom_envs={},
+    whiten_advantages=False,
+)
 CUTS = pytest.mark.parametrize("cut", [one_row, row_per_turn])
 
 
@@ -31,7 +39,8 @@ def settings(**changes: Any) -> RunConfig:
 
 
 def batch_with_kl(cut: Callable[..., Any] = one_row, seed: int = 0) -> Batch:
-    """A batch of 12 trajectories (one without tokens) with old and reference log-probs, the same numbers whatever the rows."""
+    """A batch of 12 trajectories (one without tokens) with old and reference log-probs, the same numbers whatever the
+    rows."""
     batch = batch_of(trajectories(4, 3, seed), cut)
     draw = np.random.default_rng(seed)
     columns = {name: np.zeros(len(batch.tokens), np.float32) for name in ("old_log_probs", "ref_log_probs")}
@@ -43,7 +52,9 @@ def batch_with_kl(cut: Callable[..., Any] = one_row, seed: int = 0) -> Batch:
 def along(batch: Batch, name: str) -> list[list[float]]:
     """A token column as one list of sampled tokens per trajectory, in the order in which they were sampled."""
     owner = batch.tokens["trajectory"]
-    return [[float(batch.tokens[name][t]) for t in batch.sampled if owner[t] == i] for i in range(len(batch.trajectories))]
+    return [
+        [float(batch.tokens[name][t]) for t in batch.sampled if owner[t] == i] for i in range(len(batch.trajectories))
+    ]
 
 
 def slow_kl(batch: Batch) -> list[list[float]]:
@@ -68,7 +79,9 @@ class TokenReturns:
     def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         rewards = normalised_token_rewards(batch, RewardNormalization(method="identity"))
         out = np.zeros(len(batch.tokens))
-        out[batch.sampled] = discounted_sums(rewards[batch.sampled], batch.tokens["trajectory"][batch.sampled], self.gamma)
+        out[batch.sampled] = discounted_sums(
+            rewards[batch.sampled], batch.tokens["trajectory"][batch.sampled], self.gamma
+        )
         return out, out.copy()
 
 
@@ -94,14 +107,19 @@ def score_estimator() -> FakeEstimator:
 # ---------------------------------------------------------------- KL
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("k1", 0.4054651), ("abs", 0.4054651), ("k2", 0.0822010), ("k3", 0.0721318)])
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("k1", 0.4054651), ("abs", 0.4054651), ("k2", 0.0822010), ("k3", 0.0721318)]
+)
 def test_kl_estimators_give_their_reference_values(kind: str, expected: float) -> None:
     got = kl_estimate(kind, np.array([math.log(0.3)]), np.array([math.log(0.2)]))
     assert got.dtype == np.float64
     assert got[0] == pytest.approx(expected, abs=1e-7)
 
 
-@pytest.mark.parametrize(("kind", "high", "low"), [("k1", 20, -20), ("abs", 20, 20), ("k2", 200, 200), ("k3", math.exp(-20) + 19, math.exp(20) - 21)])
+@pytest.mark.parametrize(
+    ("kind", "high", "low"),
+    [("k1", 20, -20), ("abs", 20, 20), ("k2", 200, 200), ("k3", math.exp(-20) + 19, math.exp(20) - 21)],
+)
 def test_log_ratios_are_clamped_and_results_are_not(kind: str, high: float, low: float) -> None:
     got = kl_estimate(kind, np.array([-1.0, -50.0], np.float32), np.array([-40.0, -1.0], np.float32))
     np.testing.assert_allclose(got, [high, low], rtol=1e-12)
@@ -118,7 +136,10 @@ def test_kl_estimators_agree_with_their_formulas(lp: float, ref: float) -> None:
     assert kl_estimate("k3", one, two)[0] >= 0
 
 
-@pytest.mark.parametrize(("kl", "expected"), [(0.06, 0.197952), (0.3, 0.202048), (0.1, 0.2), (0.11, 0.2 * (1 + 0.1 * 0.0512)), (-1.0, 0.197952)])
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [(0.06, 0.197952), (0.3, 0.202048), (0.1, 0.2), (0.11, 0.2 * (1 + 0.1 * 0.0512)), (-1.0, 0.197952)],
+)
 def test_the_adaptive_coefficient_gives_its_reference_values(kl: float, expected: float) -> None:
     assert adapted(0.2, kl, 0.1, 512, 10_000) == pytest.approx(expected, abs=1e-12)
 
@@ -183,10 +204,16 @@ def test_kl_in_score_is_taken_from_score_and_rewards_before_anything_is_normalis
     for rewards, score in zip(along(got, "token_level_rewards"), expected):
         assert sum(rewards) == pytest.approx(score if rewards else 0.0, abs=1e-6)
     per_turn = np.bincount(got.turns["trajectory"], weights=got.turns["reward"], minlength=len(expected))
-    np.testing.assert_allclose(per_turn, expected, rtol=1e-6, atol=1e-9)  # the score is still the sum of the turns' rewards
-    assert set(np.flatnonzero(got.turns["reward"] != batch.turns["reward"])) <= {batch.tokens["turn"][t] for t in last_sampled(batch) if t >= 0}
+    np.testing.assert_allclose(
+        per_turn, expected, rtol=1e-6, atol=1e-9
+    )  # the score is still the sum of the turns' rewards
+    assert set(np.flatnonzero(got.turns["reward"] != batch.turns["reward"])) <= {
+        batch.tokens["turn"][t] for t in last_sampled(batch) if t >= 0
+    }
     without = [r for row in along(batch, "token_level_rewards") for r in row[:-1]]
-    assert [r for row in along(got, "token_level_rewards") for r in row[:-1]] == without  # only the last token's reward moves
+    assert [
+        r for row in along(got, "token_level_rewards") for r in row[:-1]
+    ] == without  # only the last token's reward moves
     advantages = with_advantages(got, score_estimator(), settings())
     groups = batch.trajectories["group"]
     for i, mine in enumerate(along(advantages, "advantages")):
@@ -208,14 +235,21 @@ def test_whitening_comes_before_the_clip_and_leaves_the_returns() -> None:
     got = with_advantages(batch, Given(np.array([1.0, 2.0, 4.0]), whiten=True), settings(whiten_advantages=None))
     np.testing.assert_allclose(along(got, "advantages"), [[-0.872872, -0.218218, 1.091089]], atol=1e-6)
     assert along(got, "returns") == [[2.0, 4.0, 8.0]]
-    clipped = with_advantages(batch, Given(np.array([1.0, 2.0, 4.0]), whiten=True), settings(whiten_advantages=None, advantage_clip=0.5))
+    clipped = with_advantages(
+        batch, Given(np.array([1.0, 2.0, 4.0]), whiten=True), settings(whiten_advantages=None, advantage_clip=0.5)
+    )
     np.testing.assert_allclose(along(clipped, "advantages"), [[-0.5, -0.218218, 0.5]], atol=1e-6)
     assert along(clipped, "returns") == [[2.0, 4.0, 8.0]]
 
 
-@pytest.mark.parametrize(("default", "asked", "whitened"), [(True, None, True), (False, None, False), (True, False, False), (False, True, True)])
+@pytest.mark.parametrize(
+    ("default", "asked", "whitened"),
+    [(True, None, True), (False, None, False), (True, False, False), (False, True, True)],
+)
 def test_the_yaml_overrides_the_estimators_own_whitening(default: bool, asked: bool | None, whitened: bool) -> None:
-    got = with_advantages(three_tokens(), Given(np.array([1.0, 2.0, 4.0]), whiten=default), settings(whiten_advantages=asked))
+    got = with_advantages(
+        three_tokens(), Given(np.array([1.0, 2.0, 4.0]), whiten=default), settings(whiten_advantages=asked)
+    )
     assert (along(got, "advantages") != [[1.0, 2.0, 4.0]]) == whitened
 
 
@@ -226,7 +260,9 @@ def test_the_penalty_is_subtracted_before_whitening() -> None:
     values = plain.tokens["advantages"][batch.sampled]
     mean = sum(values) / len(values)
     variance = sum((v - mean) ** 2 for v in values) / (len(values) - 1)
-    np.testing.assert_allclose(white.tokens["advantages"][batch.sampled], (values - mean) / math.sqrt(variance + 1e-8), atol=1e-9)
+    np.testing.assert_allclose(
+        white.tokens["advantages"][batch.sampled], (values - mean) / math.sqrt(variance + 1e-8), atol=1e-9
+    )
 
 
 def test_nothing_that_an_estimator_leaks_stands_outside_the_mask() -> None:

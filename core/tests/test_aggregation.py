@@ -18,7 +18,13 @@ def objective(mode: str, unit: str, rows: list[list[float]], trajectory: list[in
     ids = more.get("ids", list(range(len(rows))))
     weights = more.get("weights", [1.0] * len(rows))
     coef = token_coefficients(
-        mode, unit, np.array(ids), np.array(trajectory), np.array(weights), np.array([len(row) for row in rows]), more.get("scale", 8)
+        mode,
+        unit,
+        np.array(ids),
+        np.array(trajectory),
+        np.array(weights),
+        np.array([len(row) for row in rows]),
+        more.get("scale", 8),
     )
     return sum(c * sum(row) for c, row in zip(coef, rows))
 
@@ -44,18 +50,30 @@ def test_a_row_and_its_copy_at_half_weight_count_as_one(mode: str, expected: flo
 @pytest.mark.parametrize("mode", MODES)
 def test_a_trajectory_without_sampled_tokens_changes_nothing(mode: str, unit: str) -> None:
     rows: list[list[float]] = [[1, 2], [3, 1, 2, 2], [4, 0, 2]]
-    assert objective(mode, unit, [*rows, [], []], [0, 0, 1, 2, 2]) == pytest.approx(objective(mode, unit, rows, [0, 0, 1]))
+    assert objective(mode, unit, [*rows, [], []], [0, 0, 1, 2, 2]) == pytest.approx(
+        objective(mode, unit, rows, [0, 0, 1])
+    )
 
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_without_sampled_tokens_has_no_objective(mode: str, unit: str) -> None:
     nothing = np.zeros(0, np.int64)
-    assert token_coefficients(mode, unit, np.arange(2), np.arange(2), np.ones(2), np.zeros(2, np.int64), 8).tolist() == [0, 0]
+    assert token_coefficients(
+        mode, unit, np.arange(2), np.arange(2), np.ones(2), np.zeros(2, np.int64), 8
+    ).tolist() == [0, 0]
     assert token_coefficients(mode, unit, nothing, nothing, np.zeros(0), nothing, 8).tolist() == []
 
 
-def slow_objective(mode: str, unit: str, rows: list[list[float]], trajectory: list[int], ids: list[int], weights: list[float], scale: float) -> float:
+def slow_objective(
+    mode: str,
+    unit: str,
+    rows: list[list[float]],
+    trajectory: list[int],
+    ids: list[int],
+    weights: list[float],
+    scale: float,
+) -> float:
     units = trajectory if unit == "trajectory" else ids
     sums, tokens, unit_weights = [], [], []
     for u in sorted(set(units)):
@@ -81,10 +99,14 @@ def slow_objective(mode: str, unit: str, rows: list[list[float]], trajectory: li
     mode=st.sampled_from(MODES),
     unit=st.sampled_from(UNITS),
 )
-def test_equals_the_definition_with_copies_and_in_any_order(data: st.DataObject, rows: list[list[float]], mode: str, unit: str) -> None:
+def test_equals_the_definition_with_copies_and_in_any_order(
+    data: st.DataObject, rows: list[list[float]], mode: str, unit: str
+) -> None:
     owner = data.draw(st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows)))
     copies = data.draw(st.lists(st.integers(1, 3), min_size=len(rows), max_size=len(rows)))
-    elsewhere = data.draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows)))  # copies that fell into another update
+    elsewhere = data.draw(
+        st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows))
+    )  # copies that fell into another update
     drawn = [(r, 1.0 / (copies[r] + elsewhere[r])) for r in range(len(rows)) for _ in range(copies[r])]
     drawn = data.draw(st.permutations(drawn))
     ids, weights = [r for r, _ in drawn], [w for _, w in drawn]
@@ -97,7 +119,11 @@ def test_equals_the_definition_with_copies_and_in_any_order(data: st.DataObject,
 def test_merging_a_trajectorys_rows_keeps_the_objective(data: st.DataObject, mode: str, unit: str) -> None:
     if unit == "sample":
         mode = "token-mean"
-    turns = data.draw(st.lists(st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=3), min_size=1, max_size=4), min_size=1, max_size=4))
+    turns = data.draw(
+        st.lists(
+            st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=3), min_size=1, max_size=4), min_size=1, max_size=4
+        )
+    )
     apart = [(row, t) for t, rows in enumerate(turns) for row in rows]
     merged = [([x for row in rows for x in row], t) for t, rows in enumerate(turns)]
     one, other = (objective(mode, unit, [row for row, _ in some], [t for _, t in some]) for some in (apart, merged))

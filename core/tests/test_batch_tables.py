@@ -18,8 +18,18 @@ def turn(reward: float, anchor: Any = None) -> Turn:
     return Turn(NO_TOKENS, NO_TOKENS, np.zeros(0, np.bool_), None, NO_TOKENS, reward, anchor)
 
 
-def trajectory(group: int, member: int, rewards: list[float], tag: str = "A", success: bool | None = None) -> Trajectory:
-    return Trajectory(tag, group, member, 10 * group + member, tuple(turn(r, f"s{k}") for k, r in enumerate(rewards)), "terminated", success)
+def trajectory(
+    group: int, member: int, rewards: list[float], tag: str = "A", success: bool | None = None
+) -> Trajectory:
+    return Trajectory(
+        tag,
+        group,
+        member,
+        10 * group + member,
+        tuple(turn(r, f"s{k}") for k, r in enumerate(rewards)),
+        "terminated",
+        success,
+    )
 
 
 def sample(turns: list[int], logprobs: bool = True, columns: dict[str, np.ndarray] | None = None) -> Sample:
@@ -27,11 +37,22 @@ def sample(turns: list[int], logprobs: bool = True, columns: dict[str, np.ndarra
     which = np.array(turns, np.int32)
     mask = which >= 0
     probs = np.where(mask, -0.5, 0.0).astype(np.float32) if logprobs else None
-    return Sample(np.arange(100, 100 + len(turns), dtype=np.int32), mask, which, probs, np.where(mask, 3, -1), columns=columns or {})
+    return Sample(
+        np.arange(100, 100 + len(turns), dtype=np.int32),
+        mask,
+        which,
+        probs,
+        np.where(mask, 3, -1),
+        columns=columns or {},
+    )
 
 
 def test_trajectories_stand_in_group_and_member_order_and_everything_is_linked() -> None:
-    played = [trajectory(1, 0, [1.0], tag="B", success=True), trajectory(0, 1, [2.0, 3.0]), trajectory(0, 0, [4.0], success=False)]
+    played = [
+        trajectory(1, 0, [1.0], tag="B", success=True),
+        trajectory(0, 1, [2.0, 3.0]),
+        trajectory(0, 0, [4.0], success=False),
+    ]
     batch = build_batch(played, [[sample([-1, 0])], [sample([-1, 0]), sample([-1, -1, 1, 1])], [sample([-1, 0, -1])]])
     table = batch.trajectories
     assert table["group"].tolist() == [0, 0, 1]
@@ -81,8 +102,16 @@ def test_sampled_follows_turns_and_not_the_order_of_the_rows() -> None:
 @pytest.mark.parametrize(
     ("rewards", "rows", "expected"),
     [
-        ([0.5, 1.0, 2.0], [[-1, 0, 0, -1, 2]], [0, 0, 1.5, 0, 2.0]),  # a turn without tokens: to the last sampled before
-        ([0.5, 1.0, 2.0], [[-1, 2, 2]], [0, 1.5, 2.0]),  # none before: to the first sampled after, which need not be the turn's last
+        (
+            [0.5, 1.0, 2.0],
+            [[-1, 0, 0, -1, 2]],
+            [0, 0, 1.5, 0, 2.0],
+        ),  # a turn without tokens: to the last sampled before
+        (
+            [0.5, 1.0, 2.0],
+            [[-1, 2, 2]],
+            [0, 1.5, 2.0],
+        ),  # none before: to the first sampled after, which need not be the turn's last
         ([0.5, 1.0], [[-1, -1]], [0, 0]),  # nothing sampled: it counts in the score only
         ([0.5, 1.0], [[-1, 0, -1, -1], [-1, -1]], [0, 1.5, 0, 0, 0, 0]),
     ],
@@ -107,8 +136,13 @@ def slow_places(rewards: list[float], counts: list[int]) -> list[float]:
     return out
 
 
-@given(st.lists(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 3)), max_size=5), max_size=5), st.randoms(use_true_random=False))
-def test_placement_equals_the_loop_whatever_the_rows_and_loses_no_reward(played: list[list[tuple[int, int]]], random: Any) -> None:
+@given(
+    st.lists(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 3)), max_size=5), max_size=5),
+    st.randoms(use_true_random=False),
+)
+def test_placement_equals_the_loop_whatever_the_rows_and_loses_no_reward(
+    played: list[list[tuple[int, int]]], random: Any
+) -> None:
     trajectories = [trajectory(0, i, [float(r) for r, _ in turns]) for i, turns in enumerate(played)]
     rows = []
     for turns in played:
@@ -124,7 +158,9 @@ def test_placement_equals_the_loop_whatever_the_rows_and_loses_no_reward(played:
     assert not batch.tokens["token_level_rewards"][~batch.tokens["response_mask"]].any()
     for i, turns in enumerate(played):
         if any(n for _, n in turns):
-            assert batch.tokens["token_level_rewards"][batch.tokens["trajectory"] == i].sum() == sum(r for r, _ in turns)
+            assert batch.tokens["token_level_rewards"][batch.tokens["trajectory"] == i].sum() == sum(
+                r for r, _ in turns
+            )
 
 
 @given(st.permutations(range(6)))
@@ -138,7 +174,9 @@ def test_the_order_in_which_trajectories_arrive_does_not_matter(order: list[int]
 
 
 def test_trajectories_of_zero_samples_and_of_zero_turns_are_rows_of_the_first_table() -> None:
-    batch = build_batch([trajectory(0, 0, []), trajectory(0, 1, [2.0]), trajectory(0, 2, [1.0])], [[], [], [sample([-1, 0])]])
+    batch = build_batch(
+        [trajectory(0, 0, []), trajectory(0, 1, [2.0]), trajectory(0, 2, [1.0])], [[], [], [sample([-1, 0])]]
+    )
     assert batch.trajectories["scores"].tolist() == [0, 2, 1]
     assert batch.trajectories["turns"].tolist() == [0, 1, 1]
     assert batch.samples["trajectory"].tolist() == [2]

@@ -48,7 +48,11 @@ def test_what_was_saved_is_read_again(tmp_path: Path) -> None:
     folder = saved(tmp_path / "a" / "checkpoints", 7, {"kl_coef": 0.1, "nan": float("inf"), "deep": [{"x": 1}]})
     assert folder.name == "checkpoint-000007"
     got = read(folder)
-    assert (got.folder, got.step, dict(got.state)) == (folder, 7, {"kl_coef": 0.1, "nan": float("inf"), "deep": [{"x": 1}]})
+    assert (got.folder, got.step, dict(got.state)) == (
+        folder,
+        7,
+        {"kl_coef": 0.1, "nan": float("inf"), "deep": [{"x": 1}]},
+    )
     assert (folder / "actor_train" / "weights").read_bytes() == b"12345"
     manifest = json.loads((folder / MANIFEST).read_text())
     assert manifest["files"] == {"actor_train/weights": {"size": 5, "sha256": hashlib.sha256(b"12345").hexdigest()}}
@@ -75,7 +79,9 @@ def test_nothing_has_its_name_before_everything_is_written(tmp_path: Path) -> No
         (CheckpointError("the disk is full"), "the disk is full"),
     ],
 )
-def test_a_full_disk_leaves_no_half_checkpoint_and_the_older_ones_whole(tmp_path: Path, raised: Exception, line: str) -> None:
+def test_a_full_disk_leaves_no_half_checkpoint_and_the_older_ones_whole(
+    tmp_path: Path, raised: Exception, line: str
+) -> None:
     older = saved(tmp_path, 1)
 
     async def write(folder: Path) -> None:
@@ -83,7 +89,8 @@ def test_a_full_disk_leaves_no_half_checkpoint_and_the_older_ones_whole(tmp_path
         raise raised
 
     with pytest.raises(
-        CheckpointError, match=rf"^checkpoint-000002 could not be written to .*: {line}\. Older checkpoints are untouched\. Fix:"
+        CheckpointError,
+        match=rf"^checkpoint-000002 could not be written to .*: {line}\. Older checkpoints are untouched\. Fix:",
     ) as caught:
         saved(tmp_path, 2, write=write)
     assert caught.value.__cause__ is raised
@@ -189,7 +196,9 @@ def test_the_newest_is_that_of_the_most_steps_and_other_names_do_not_count(tmp_p
     assert [step_of(p) for p in listed(tmp_path)] == [5, 999_999, 1_000_000]
 
 
-@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3, 10]), (1, [10]), (2, [3, 10]), (4, [1, 2, 3, 10]), (9, [1, 2, 3, 10])])
+@pytest.mark.parametrize(
+    ("keep", "left"), [(None, [1, 2, 3, 10]), (1, [10]), (2, [3, 10]), (4, [1, 2, 3, 10]), (9, [1, 2, 3, 10])]
+)
 def test_pruning_keeps_the_newest(tmp_path: Path, keep: int | None, left: list[int]) -> None:
     for step in (1, 2, 10, 3):
         saved(tmp_path, step)
@@ -247,6 +256,15 @@ def test_a_run_resumed_from_another_folder_keeps_nothing_that_lies_in_its_own(tm
 
 def test_settings_that_a_resumed_run_changes_are_told_and_where_it_writes_is_not() -> None:
     before = {"seed": 1, "max_steps": 4, "actor_train": {"training_args": {"learning_rate": 1.0}}, "output_dir": "a"}
-    now = {"seed": 2, "max_steps": 8, "actor_train": {"training_args": {"learning_rate": 0.5}}, "output_dir": "b", "a_newer_key": 1}
-    assert differences(before, now) == ["$.actor_train.training_args.learning_rate was 1.0, is 0.5", "$.seed was 1, is 2"]
+    now = {
+        "seed": 2,
+        "max_steps": 8,
+        "actor_train": {"training_args": {"learning_rate": 0.5}},
+        "output_dir": "b",
+        "a_newer_key": 1,
+    }
+    assert differences(before, now) == [
+        "$.actor_train.training_args.learning_rate was 1.0, is 0.5",
+        "$.seed was 1, is 2",
+    ]
     assert differences(before, before) == []

@@ -1,4 +1,5 @@
-"""`turnwise new`: for every kind a distribution whose own tests pass, whose implementation a registry finds, and whose example trains."""
+"""`turnwise new`: for every kind a distribution whose own tests pass, whose implementation a registry finds, and whose
+example trains."""
 
 from __future__ import annotations
 
@@ -21,9 +22,19 @@ from turnwise.plugins import Registry
 
 def python(folder: Path, *arguments: str) -> str:
     """Run a Python in the distribution's folder with its sources on the path; its output, after it ended well."""
-    path = os.pathsep.join(filter(None, (str(folder / "src"), os.environ.get("PYTHONPATH"))))  # Turnwise itself may be there, not installed
+    path = os.pathsep.join(
+        filter(None, (str(folder / "src"), os.environ.get("PYTHONPATH")))
+    )  # Turnwise itself may be there, not installed
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -41,7 +52,9 @@ def test_a_scaffolded_plugin_passes_its_own_tests(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS.values()))
-def test_a_registry_finds_the_scaffolded_implementation(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registry_finds_the_scaffolded_implementation(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = f"found_{kind}"
     scaffold(kind, name, tmp_path)
     folder = tmp_path / f"turnwise-{name.replace('_', '-')}"
@@ -63,12 +76,22 @@ def test_the_examples_train_on_the_fakes(tmp_path: Path) -> None:
         scaffold(kind, f"ex_{kind}", tmp_path)
         folder = tmp_path / f"turnwise-ex-{kind.replace('_', '-')}"
         text = (folder / "example.yaml").read_text(encoding="utf-8")
-        (folder / "local.yaml").write_text(text.replace(f"{folder.name},", f"turnwise_ex_{kind},"), encoding="utf-8")  # it is not installed
-        arguments = ["train", str(folder / "local.yaml"), "max_steps=2", "eval_steps=2", f"output_dir={tmp_path / 'runs' / kind}"]
+        (folder / "local.yaml").write_text(
+            text.replace(f"{folder.name},", f"turnwise_ex_{kind},"), encoding="utf-8"
+        )  # it is not installed
+        arguments = [
+            "train",
+            str(folder / "local.yaml"),
+            "max_steps=2",
+            "eval_steps=2",
+            f"output_dir={tmp_path / 'runs' / kind}",
+        ]
         script += [f"sys.path.append({str(folder / 'src')!r})", f"main({arguments!r}, standalone_mode=False)"]
     python(tmp_path, "-c", "\n".join(script))
     for kind in kinds:
-        assert list((tmp_path / "runs" / kind / "checkpoints").glob("checkpoint-*")), f"the example of {kind} saved nothing"
+        assert list((tmp_path / "runs" / kind / "checkpoints").glob("checkpoint-*")), (
+            f"the example of {kind} saved nothing"
+        )
 
 
 def test_nothing_is_left_to_fill_in(tmp_path: Path) -> None:
@@ -78,7 +101,12 @@ def test_nothing_is_left_to_fill_in(tmp_path: Path) -> None:
             text = path.read_text(encoding="utf-8")
             assert not re.search(r"\{\{\w+\}\}", text), f"{path} holds a placeholder"
         made = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        assert made >= {"pyproject.toml", "README.md", "tests/test_my_first_one.py", "src/turnwise_my_first_one/__init__.py"}
+        assert made >= {
+            "pyproject.toml",
+            "README.md",
+            "tests/test_my_first_one.py",
+            "src/turnwise_my_first_one/__init__.py",
+        }
         facts = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
         assert facts["project"]["entry-points"]["turnwise"] == {"my_first_one": "turnwise_my_first_one"}
 
@@ -98,7 +126,9 @@ def test_every_hook_has_a_template() -> None:
 
 
 def test_a_misspelt_kind_is_told_with_the_nearest_and_all(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'estimater'\. Did you mean 'estimator'\? Kinds: backend, batch-adjust, env, .*strategy\.$"):
+    with pytest.raises(
+        ConfigError, match=r"'estimater'\. Did you mean 'estimator'\? Kinds: backend, batch-adjust, env, .*strategy\.$"
+    ):
         scaffold("estimater", "mine", tmp_path)
     assert list(tmp_path.iterdir()) == []
 

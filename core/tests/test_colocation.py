@@ -21,7 +21,13 @@ from turnwise.testing.fake_model import FakeBackend, FakeStrategy
 from turnwise.testing.synthetic import training_rows
 
 Toy = Callable[..., Path]
-PLAIN: dict[str, Any] = {"track_with": ["jsonl"], "eval_steps": 0, "val_env_manager": None, "max_steps": 1, "render_save_dir": None}
+PLAIN: dict[str, Any] = {
+    "track_with": ["jsonl"],
+    "eval_steps": 0,
+    "val_env_manager": None,
+    "max_steps": 1,
+    "render_save_dir": None,
+}
 
 
 def calls(toy: Toy, monkeypatch: pytest.MonkeyPatch, train: list[int], infer: list[int], **changes: Any) -> list[str]:
@@ -49,7 +55,11 @@ def calls(toy: Toy, monkeypatch: pytest.MonkeyPatch, train: list[int], infer: li
     for method in ("sleep", "wake", "receive"):
         watch(FakeBackend, method, lambda self: "actor_infer")
     roles = {
-        "actor_train": {"device_mapping": train, "strategy_args": {"strategy_name": "fake"}, "model_args": {"dtype": "fp32"}},
+        "actor_train": {
+            "device_mapping": train,
+            "strategy_args": {"strategy_name": "fake"},
+            "model_args": {"dtype": "fp32"},
+        },
         "actor_infer": {
             "device_mapping": infer,
             "strategy_args": {"strategy_name": "fake"},
@@ -72,7 +82,11 @@ def test_on_one_device_the_sampler_sleeps_while_the_trainer_is_there(toy: Toy, m
     without_updates = [call for call in seen if not call.endswith((".update", ".logprobs"))]
     assert without_updates == [
         *("actor_train.offload", "actor_infer.sleep", "actor_train.onload"),  # an engine starts alone
-        *("actor_infer.wake(weights)", "actor_train.offer", "actor_infer.receive"),  # the first weights, before the first rollout
+        *(
+            "actor_infer.wake(weights)",
+            "actor_train.offer",
+            "actor_infer.receive",
+        ),  # the first weights, before the first rollout
         *("actor_train.offload", "actor_infer.wake(cache)"),
         *("actor_infer.sleep", "actor_train.onload"),  # training
         *("actor_infer.wake(weights)", "actor_train.offer", "actor_infer.receive"),  # the new weights
@@ -89,7 +103,13 @@ def test_on_one_device_the_sampler_sleeps_while_the_trainer_is_there(toy: Toy, m
 def test_a_reference_on_the_actors_device_takes_turns_with_it(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = calls(toy, monkeypatch, train=[0], infer=[], kl_loss_coef=0.1)
     at = seen.index("reference.logprobs")
-    assert seen[at - 2 : at + 3] == ["actor_train.offload", "reference.onload", "reference.logprobs", "reference.offload", "actor_train.onload"]
+    assert seen[at - 2 : at + 3] == [
+        "actor_train.offload",
+        "reference.onload",
+        "reference.logprobs",
+        "reference.offload",
+        "actor_train.onload",
+    ]
     assert "actor_infer.sleep" not in seen
 
 
@@ -136,7 +156,8 @@ class OnDevice:
 
 
 class SamplerOnDevice:
-    """An engine on it, which starts at the first pause. With `model` it has none of its own, and samples with that of the role."""
+    """An engine on it, which starts at the first pause. With `model` it has none of its own, and samples with that of
+    the role."""
 
     def __init__(self, device: Device, model: str = "") -> None:
         self.device, self.model, self.started, self.paused = device, model, False, False
@@ -153,7 +174,9 @@ class SamplerOnDevice:
 
     def sample(self) -> None:
         assert not self.paused
-        assert self.device.here == ({self.model} if self.model else {"weights", "cache"}), "it samples on its device, alone"
+        assert self.device.here == ({self.model} if self.model else {"weights", "cache"}), (
+            "it samples on its device, alone"
+        )
 
     async def sleep(self) -> None:
         assert not self.model
@@ -172,8 +195,11 @@ class SamplerOnDevice:
 
 @pytest.mark.parametrize("one_model", [False, True])
 def test_trainers_and_the_cache_are_never_on_a_device_together(toy: Toy, one_model: bool) -> None:
-    """Else the engine's share would be bounded by the trainer's state; and a model that is shared is where the sampler reads it."""
-    config = load(toy(**PLAIN), ["actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]", "kl_loss_coef=0.1"]).config
+    """Else the engine's share would be bounded by the trainer's state; and a model that is shared is where the sampler
+    reads it."""
+    config = load(
+        toy(**PLAIN), ["actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]", "kl_loss_coef=0.1"]
+    ).config
     config = evolve(config, critic=config.actor_train)
     device = Device()
 

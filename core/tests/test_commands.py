@@ -1,4 +1,5 @@
-"""The command line on the fakes: exit codes, one line an error, what each command prints, and nothing left over between two runs."""
+"""The command line on the fakes: exit codes, one line an error, what each command prints, and nothing left over between
+two runs."""
 
 from __future__ import annotations
 
@@ -61,7 +62,10 @@ def train_strategies():
 
 def with_strategy(toy: Toy, tmp_path: Path, what: str, **changes: Any) -> Path:
     """A run whose strategy does `what` at every update."""
-    actor = {"strategy_args": {"strategy_name": "mine"}, "training_args": {"per_device_train_batch_size": 2, "learning_rate": 5.0}}
+    actor = {
+        "strategy_args": {"strategy_name": "mine"},
+        "training_args": {"per_device_train_batch_size": 2, "learning_rate": 5.0},
+    }
     return toy(plugins=plugin(tmp_path, STRATEGY.format(what=what)), actor_train=actor, **changes)
 
 
@@ -70,7 +74,14 @@ def with_strategy(toy: Toy, tmp_path: Path, what: str, **changes: Any) -> Path:
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(ConfigError("x"), 2), (PluginError("x"), 2), (MachineError("x"), 3), (TrainerError("x"), 1), (EngineError("x"), 1), (CheckpointError("x"), 1)],
+    [
+        (ConfigError("x"), 2),
+        (PluginError("x"), 2),
+        (MachineError("x"), 3),
+        (TrainerError("x"), 1),
+        (EngineError("x"), 1),
+        (CheckpointError("x"), 1),
+    ],
 )
 def test_exit_codes_follow_from_the_boundary_that_was_crossed(error: Any, code: int) -> None:
     assert cli.exit_code(error) == code
@@ -113,15 +124,30 @@ def test_plan_takes_the_times_of_an_earlier_run(toy: Toy) -> None:
 
 def test_plan_needs_neither_the_environment_nor_every_plugin(toy: Toy) -> None:
     absent = {"Toy": {"env_type": "not_here", "env_manager": "fake", "env_config": {"any": 1}}}
-    got = turnwise("plan", toy(plugins=["turnwise.testing.plugin", "./players.py", "turnwise-zzz>=2"], custom_envs=absent, async_generation_ratio=1))
+    got = turnwise(
+        "plan",
+        toy(
+            plugins=["turnwise.testing.plugin", "./players.py", "turnwise-zzz>=2"],
+            custom_envs=absent,
+            async_generation_ratio=1,
+        ),
+    )
     assert got.exit_code == 0
     lines = got.stderr.splitlines()
-    assert any(line.startswith("warning: ") and "pip install --find-links dist 'turnwise-zzz>=2'" in line for line in lines)
+    assert any(
+        line.startswith("warning: ") and "pip install --find-links dist 'turnwise-zzz>=2'" in line for line in lines
+    )
     assert any(line.startswith("warning: ") and "no environment is named 'not_here'" in line for line in lines)
-    assert any(line.startswith("warning: ") and "asynchronous training is not supported by this version" in line for line in lines)
+    assert any(
+        line.startswith("warning: ") and "asynchronous training is not supported by this version" in line
+        for line in lines
+    )
     check = turnwise("check", toy(custom_envs=absent, async_generation_ratio=1))
     assert check.exit_code == 2
-    assert [line.partition(": ")[0] for line in check.stderr.splitlines() if not line.startswith("note: ")] == ["config", "config"]
+    assert [line.partition(": ")[0] for line in check.stderr.splitlines() if not line.startswith("note: ")] == [
+        "config",
+        "config",
+    ]
     assert "asynchronous training is not supported by this version" in check.stderr
     assert "no environment is named 'not_here'" in check.stderr
     broken = turnwise("plan", toy(plugins=["turnwise.testing.plugin", "./players.py", "./absent.py"]))
@@ -133,13 +159,19 @@ def test_what_the_machine_lacks_is_exit_code_3(toy: Toy, tmp_path: Path) -> None
     path = toy(output_dir="file/out")
     for command, prefix in (("train", "error"), ("check", "machine")):
         got = turnwise(command, path)
-        assert (got.exit_code, got.stderr) == (3, f"{prefix}: output_dir: {tmp_path / 'file'} is not a folder. Fix: choose another output_dir\n")
+        assert (got.exit_code, got.stderr) == (
+            3,
+            f"{prefix}: output_dir: {tmp_path / 'file'} is not a folder. Fix: choose another output_dir\n",
+        )
 
 
 def test_version_and_help_need_no_configuration() -> None:
     assert turnwise("--version").stdout == f"turnwise, version {__version__}\n"
     told = turnwise("-h").stdout
-    assert all(f"\n  {command} " in told for command in ("train", "eval", "rollout", "plan", "check", "plugins", "new", "test-plugin"))
+    assert all(
+        f"\n  {command} " in told
+        for command in ("train", "eval", "rollout", "plan", "check", "plugins", "new", "test-plugin")
+    )
     assert turnwise("rollout").exit_code == 2
 
 
@@ -152,7 +184,8 @@ def test_a_run_ends_with_its_report_and_how_to_watch_it(toy: Toy, tmp_path: Path
     assert got.stdout.startswith("# two words: 2 steps\n\n| player | Toy/score/mean | Toy/turns/mean | Toy/success |")
     assert (
         got.stdout.splitlines()[-1]
-        == f"watch it play: {program()} rollout {tmp_path}/toy.yaml max_steps=2 'exp_name=two words' --model latest --episodes 3"
+        == f"watch it play: {program()} rollout {tmp_path}/toy.yaml max_steps=2 'exp_name=two words' --model latest"
+        " --episodes 3"
     )
     assert (tmp_path / "out" / "checkpoints" / "checkpoint-000002" / "model" / "weights.npy").is_file()
     assert FakeLogger.latest is not None
@@ -173,7 +206,12 @@ def test_what_was_translated_is_told_by_plan_and_check_and_logged_by_train(toy: 
         assert got.exit_code == 0
         assert re.search(rf"^note: .*{NOTE}$", got.stderr, re.MULTILINE)
         assert re.search(rf"^warning: .*{WARNING}$", got.stderr, re.MULTILINE)
-    for command in (("train",), ("eval", "--player", "first"), ("rollout", "--player", "first"), ("eval", "--player", "first", "--json")):
+    for command in (
+        ("train",),
+        ("eval", "--player", "first"),
+        ("rollout", "--player", "first"),
+        ("eval", "--player", "first", "--json"),
+    ):
         got = turnwise(command[0], path, *command[1:])
         assert got.exit_code == 0, got.stderr
         assert NOTE not in got.stderr + got.stdout
@@ -182,7 +220,10 @@ def test_what_was_translated_is_told_by_plan_and_check_and_logged_by_train(toy: 
 
 
 def test_a_failed_run_says_what_was_saved_and_how_to_go_on(toy: Toy, tmp_path: Path) -> None:
-    raising = "if self._updates >= 5: raise TrainerError('actor_train: out of memory in the update. Fix: lower per_device_train_batch_size')"
+    raising = (
+        "if self._updates >= 5: raise TrainerError('actor_train: out of memory in the update. Fix: lower"
+        " per_device_train_batch_size')"
+    )
     path = with_strategy(toy, tmp_path, raising, save_steps=1)
     got = turnwise("train", path, "seed=3")
     assert got.exit_code == 1
@@ -195,14 +236,18 @@ def test_a_failed_run_says_what_was_saved_and_how_to_go_on(toy: Toy, tmp_path: P
 
 
 def test_out_of_memory_is_one_line_with_what_was_saved_and_how_to_go_on(toy: Toy, tmp_path: Path) -> None:
-    raising = "if self._updates >= 5: raise OutOfMemory('out of memory, in the update of actor_train. Fix: lower infer_batch_size')"
+    raising = (
+        "if self._updates >= 5: raise OutOfMemory('out of memory, in the update of actor_train. Fix: lower"
+        " infer_batch_size')"
+    )
     path = with_strategy(toy, tmp_path, raising, save_steps=1)
     got = turnwise("train", path)
     assert got.exit_code == 1
     what = "error: out of memory, in the update of actor_train. Fix: lower infer_batch_size"
     assert (
         got.stderr.splitlines()[-1]
-        == f"{what}; saved: out/checkpoints/checkpoint-000002; resume: {program()} train {path} resume_from_checkpoint=true"
+        == f"{what}; saved: out/checkpoints/checkpoint-000002; resume: {program()} train {path}"
+        " resume_from_checkpoint=true"
     )
     nothing = turnwise("train", path, "save_steps=0", "output_dir=other")
     assert nothing.stderr.splitlines()[-1] == f"{what}; saved: nothing yet"
@@ -236,7 +281,9 @@ def test_nothing_of_a_run_is_left_in_the_process_after_it(toy: Toy, tmp_path: Pa
     assert turnwise("train", toy(**NOTED), "output_dir=one").exit_code == 0
     first = (tmp_path / "one" / "run.log").read_text()
     assert turnwise("train", toy(**NOTED), "output_dir=two", "logging_dir=logs").exit_code == 0
-    assert turnwise("train", with_strategy(toy, tmp_path, "raise TrainerError('no')"), "output_dir=three").exit_code == 1
+    assert (
+        turnwise("train", with_strategy(toy, tmp_path, "raise TrainerError('no')"), "output_dir=three").exit_code == 1
+    )
     assert (log.level, list(log.handlers)) == before
     assert (tmp_path / "one" / "run.log").read_text() == first
     assert (tmp_path / "logs" / "run.log").is_file()
@@ -256,7 +303,12 @@ def test_the_plan_of_a_small_file_as_text_and_as_json(toy: Toy) -> None:
     field = turnwise("plan", toy(rpc_timeout=60))
     assert "note: loss_agg_mode = token-mean (ROLL's default is seq-mean-token-mean)\n" in field.stdout
     values = json.loads(turnwise("plan", toy(**NOTED, rpc_timeout=60), "--json", "max_steps=5").stdout)
-    assert (values["updates"], values["trajectories"], values["evaluations"], values["evaluation_trajectories"]) == ([10, 10], 20, 3, 9)
+    assert (values["updates"], values["trajectories"], values["evaluations"], values["evaluation_trajectories"]) == (
+        [10, 10],
+        20,
+        3,
+        9,
+    )
     assert values["learning_rate"] == {"start": 5.0, "middle": 5.0, "end": 5.0}
     assert any(NOTE in note for note in values["notes"])
     assert values["notes"][-1].startswith("loss_agg_mode = token-mean")
@@ -265,7 +317,10 @@ def test_the_plan_of_a_small_file_as_text_and_as_json(toy: Toy) -> None:
 
 def test_the_plan_warns_of_a_warm_up_without_effect(toy: Toy) -> None:
     got = turnwise("plan", toy(), "actor_train.training_args.warmup_steps=2")
-    assert got.stdout.splitlines()[-1] == "warning: warmup_steps = 2 has no effect with lr_scheduler_type constant. Fix: constant_with_warmup"
+    assert (
+        got.stdout.splitlines()[-1]
+        == "warning: warmup_steps = 2 has no effect with lr_scheduler_type constant. Fix: constant_with_warmup"
+    )
 
 
 def test_check_sorts_its_findings_and_the_configuration_comes_first(toy: Toy, tmp_path: Path) -> None:
@@ -276,7 +331,9 @@ def test_check_sorts_its_findings_and_the_configuration_comes_first(toy: Toy, tm
     got = turnwise("check", path, "output_dir=file", "actor_train.training_args.lr_scheduler_type=cosin")
     assert got.exit_code == 2
     config, machine = got.stderr.splitlines()
-    place = "override 'actor_train.training_args.lr_scheduler_type=cosin': $.actor_train.training_args.lr_scheduler_type"
+    place = (
+        "override 'actor_train.training_args.lr_scheduler_type=cosin': $.actor_train.training_args.lr_scheduler_type"
+    )
     assert config.startswith(f"config: {place}: 'cosin' is unknown. Did you mean 'cosine'?")
     assert machine == f"machine: output_dir: {tmp_path / 'file'} is not a folder. Fix: choose another output_dir"
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "__pycache__") == ["file", "players.py", "toy.yaml"]
@@ -288,7 +345,12 @@ def test_check_sorts_its_findings_and_the_configuration_comes_first(toy: Toy, tm
 def test_a_player_is_evaluated_as_json_and_as_text(toy: Toy) -> None:
     got = turnwise("eval", toy(), "--player", "first", "--json", "--episodes", 5)
     values = json.loads(got.stdout)
-    assert (values["val/Toy/score/mean"], values["val/Toy/success"], values["val/Toy/failed"], values["val/Toy/turns/mean"]) == (3.0, 1.0, 0.0, 3.0)
+    assert (
+        values["val/Toy/score/mean"],
+        values["val/Toy/success"],
+        values["val/Toy/failed"],
+        values["val/Toy/turns/mean"],
+    ) == (3.0, 1.0, 0.0, 3.0)
     text = turnwise("eval", toy(), "--player", "first", "max_steps=1").stdout
     assert "val/Toy/success                          1\n" in text
 
@@ -298,7 +360,13 @@ def test_episodes_that_could_not_be_played_are_told_and_json_stays_json(toy: Toy
         "Toy": {"env_type": "fake", "env_manager": "fake"},
         "Bad": {"env_type": "fake", "env_manager": "fake", "env_config": {"fails": "raise"}},
     }
-    val = {"num_env_groups": 3, "group_size": 1, "tags": ["Toy", "Bad"], "max_env_retries": 0, "max_env_failure_rate": 0.5}
+    val = {
+        "num_env_groups": 3,
+        "group_size": 1,
+        "tags": ["Toy", "Bad"],
+        "max_env_retries": 0,
+        "max_env_failure_rate": 0.5,
+    }
     path = toy(custom_envs=envs, val_env_manager=val)
     got = turnwise("eval", path, "--player", "first", "--json")
     assert json.loads(got.stdout, parse_constant=pytest.fail)["val/Bad/score/mean"] is None
@@ -316,7 +384,10 @@ def test_the_model_of_a_run_is_evaluated_by_any_of_its_names(toy: Toy, tmp_path:
     before = json.loads(turnwise("eval", path, "--json").stdout)
     assert turnwise("train", path).exit_code == 0
     folder = tmp_path / "out" / "checkpoints" / "checkpoint-000003"
-    after = [json.loads(turnwise("eval", path, "--json", "--model", name).stdout) for name in ("latest", folder, folder / "model")]
+    after = [
+        json.loads(turnwise("eval", path, "--json", "--model", name).stdout)
+        for name in ("latest", folder, folder / "model")
+    ]
     assert after[0] == after[1] == after[2]
     assert after[0]["val/Toy/score/mean"] != before["val/Toy/score/mean"]
 
@@ -359,7 +430,9 @@ def test_episodes_are_printed_turn_by_turn(toy: Toy) -> None:
 
 
 def test_another_seed_plays_other_tasks(toy: Toy) -> None:
-    told = [turnwise("rollout", toy(), "--player", "first", *more).stdout for more in ((), ("--seed", 0), ("--seed", 1))]
+    told = [
+        turnwise("rollout", toy(), "--player", "first", *more).stdout for more in ((), ("--seed", 0), ("--seed", 1))
+    ]
     assert told[0] == told[1] != told[2]
 
 
@@ -385,7 +458,10 @@ class Here(FakeEnvironment):
 def environments():
     return [Implementation("here", Here)]
 """
-    path = toy(plugins=plugin(tmp_path, env), custom_envs={"Toy": {"env_type": "here", "env_manager": "fake", "step": "thread"}})
+    path = toy(
+        plugins=plugin(tmp_path, env),
+        custom_envs={"Toy": {"env_type": "here", "env_manager": "fake", "step": "thread"}},
+    )
     told = turnwise("rollout", path, "--player", "first", "--episodes", 3).stdout
     assert (told.count("thread: False"), told.count("thread: True")) == (9, 0)
     told = turnwise("rollout", path, "--player", "first", "--episodes", 3, "--debug").stdout
@@ -394,7 +470,10 @@ def environments():
 
 def test_observations_of_every_form_are_readable() -> None:
     image = {"type": "image", "image": np.zeros((1, 1, 3), np.uint8)}
-    seen = [{"role": "system", "content": "rules"}, {"role": "user", "content": [{"type": "text", "text": "look"}, image]}]
+    seen = [
+        {"role": "system", "content": "rules"},
+        {"role": "user", "content": [{"type": "text", "text": "look"}, image]},
+    ]
     nothing, mask = int32([]), np.zeros(0, np.bool_)
     turn = Turn(nothing, nothing, mask, None, nothing, 0.5, None, seen, " <a>left</a> ", "left")
     plain = Turn(nothing, nothing, mask, None, nothing, -1.0, None, [{"type": "text", "text": "wall"}], "up", "up")
@@ -467,17 +546,33 @@ def test_test_plugin_runs_the_kit_on_a_name_or_on_all_of_a_file(toy: Toy, monkey
 
     monkeypatch.setattr("turnwise.testing.kit.run_conformance", conformance)
     toy()
-    assert turnwise("test-plugin", "first", "--plugin", "./players.py", "--kind", "inference_backend", "--strict").exit_code == 0
-    Path("two.py").write_text(Path("players.py").read_text().replace('"first", First)', '"one", First), turnwise.Implementation("second", First)'))
+    assert (
+        turnwise(
+            "test-plugin", "first", "--plugin", "./players.py", "--kind", "inference_backend", "--strict"
+        ).exit_code
+        == 0
+    )
+    Path("two.py").write_text(
+        Path("players.py")
+        .read_text()
+        .replace('"first", First)', '"one", First), turnwise.Implementation("second", First)')
+    )
     assert turnwise("test-plugin", "./two.py").exit_code == 1
     assert turnwise("test-plugin", "./two.py", "--kind", "logger").exit_code == 0
-    assert asked == [("first", "inference_backend", True), ("one", "inference_backend", False), ("second", "inference_backend", False)]
+    assert asked == [
+        ("first", "inference_backend", True),
+        ("one", "inference_backend", False),
+        ("second", "inference_backend", False),
+    ]
 
 
 def test_test_plugin_without_pytest_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "turnwise.testing.kit", None)
     got = turnwise("test-plugin", "first")
-    assert (got.exit_code, got.stderr) == (3, "error: test-plugin needs pytest and hypothesis. Fix: pip install 'turnwise[testing]'.\n")
+    assert (got.exit_code, got.stderr) == (
+        3,
+        "error: test-plugin needs pytest and hypothesis. Fix: pip install 'turnwise[testing]'.\n",
+    )
 
 
 def test_a_key_that_preflight_finds_at_fault_has_its_file_and_line(toy: Toy, tmp_path: Path) -> None:
@@ -486,4 +581,7 @@ def test_a_key_that_preflight_finds_at_fault_has_its_file_and_line(toy: Toy, tmp
     for command, label in (("check", "config"), ("train", "error")):
         got = turnwise(command, path)
         assert got.exit_code == 2
-        assert f"{label}: {path}:{line}: $.actor_train.device_mapping: 2 devices are as many training processes" in got.stderr
+        assert (
+            f"{label}: {path}:{line}: $.actor_train.device_mapping: 2 devices are as many training processes"
+            in got.stderr
+        )

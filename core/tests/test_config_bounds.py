@@ -1,4 +1,5 @@
-"""A file that is a bomb, or that holds what no configuration can, is refused within seconds, in one line that names the place and the fix."""
+"""A file that is a bomb, or that holds what no configuration can, is refused within seconds, in one line that names the
+place and the fix."""
 
 from __future__ import annotations
 
@@ -45,24 +46,44 @@ def quoted(i: int) -> str:
 
 LETTERS = "abcdefghi"
 BOMBS = {
-    "aliases": ("a: &a [x]\n" + "".join(f"{n}: &{n} [{ten('*' + b)}]\n" for b, n in itertools.pairwise(LETTERS)), "10000 values"),
+    "aliases": (
+        "a: &a [x]\n" + "".join(f"{n}: &{n} [{ten('*' + b)}]\n" for b, n in itertools.pairwise(LETTERS)),
+        "10000 values",
+    ),
     "nested merges": (
-        "vars:\n  a0: &a0 {k: 1}\n" + "".join(f"  a{i + 1}: &a{i + 1} {{<<: *a{i}, k{i}: {{<<: *a{i}}}}}\n" for i in range(30)),
+        "vars:\n  a0: &a0 {k: 1}\n"
+        + "".join(f"  a{i + 1}: &a{i + 1} {{<<: *a{i}, k{i}: {{<<: *a{i}}}}}\n" for i in range(30)),
         "10000 values",
     ),
     "merged lists": (
-        "vars:\n  a: &a {" + ", ".join(f"k{i}: 1" for i in range(2000)) + "}\n  b: {<<: [" + ", ".join(["*a"] * 2000) + "]}\n",
+        "vars:\n  a: &a {"
+        + ", ".join(f"k{i}: 1" for i in range(2000))
+        + "}\n  b: {<<: ["
+        + ", ".join(["*a"] * 2000)
+        + "]}\n",
         "`<<` brings more than 200000 keys",
     ),
-    "interpolated texts": ("vars:\n  a0: xxxxxxxxxx\n" + "".join(f"  a{i + 1}: '{quoted(i)[1:-1] * 10}'\n" for i in range(9)), "too large"),
-    "interpolated lists": ("vars:\n  a0: [x]\n" + "".join(f"  a{i + 1}: [{ten(quoted(i))}]\n" for i in range(9)), "too large"),
+    "interpolated texts": (
+        "vars:\n  a0: xxxxxxxxxx\n" + "".join(f"  a{i + 1}: '{quoted(i)[1:-1] * 10}'\n" for i in range(9)),
+        "too large",
+    ),
+    "interpolated lists": (
+        "vars:\n  a0: [x]\n" + "".join(f"  a{i + 1}: [{ten(quoted(i))}]\n" for i in range(9)),
+        "too large",
+    ),
     "interpolated names": (
         "vars:\n  n0: a0\n  a0: xxxxxxxxxx\n"
         + "".join(f"  n{i + 1}: a{i + 1}\n  a{i + 1}: '{f'${{vars.${{vars.n{i}}}}}' * 10}'\n" for i in range(9)),
         "too large",
     ),
-    "relative names": ("vars:\n  a0: xxxxxxxxxx\n" + "".join(f"  a{i + 1}: '{f'${{.a{i}}}' * 10}'\n" for i in range(9)), "too large"),
-    "a long chain": ("vars:\n  a0: x\n" + "".join(f"  a{i + 1}: '${{vars.a{i}}}'\n" for i in reversed(range(300))), "name one another in a row"),
+    "relative names": (
+        "vars:\n  a0: xxxxxxxxxx\n" + "".join(f"  a{i + 1}: '{f'${{.a{i}}}' * 10}'\n" for i in range(9)),
+        "too large",
+    ),
+    "a long chain": (
+        "vars:\n  a0: x\n" + "".join(f"  a{i + 1}: '${{vars.a{i}}}'\n" for i in reversed(range(300))),
+        "name one another in a row",
+    ),
     "copies inside copies": (
         "vars:\n  a0: {x: 1}\n" + "".join(f"  a{i + 1}: {{x: '${{vars.a{i}}}'}}\n" for i in range(90)),
         "64 blocks inside each other, copied",
@@ -84,7 +105,9 @@ def test_a_bomb_is_refused_in_seconds(refusal: Callable[..., str], bomb: str) ->
     assert len(line) < 1100
 
 
-def test_equal_keys_that_are_merged_again_and_again_are_one_key(base_yaml: str, tmp_path: Path, fake_registry: Registry) -> None:
+def test_equal_keys_that_are_merged_again_and_again_are_one_key(
+    base_yaml: str, tmp_path: Path, fake_registry: Registry
+) -> None:
     """Eight lines of ten aliases merge the same ten keys 10⁸ times, which is ten keys."""
     merges = "".join(f"  a{i + 1}: &a{i + 1} {{<<: [{ten(f'*a{i}')}], own{i}: {i}}}\n" for i in range(8))
     first = "vars:\n  a0: &a0 {" + ", ".join(f"k{i}: {i}" for i in range(10)) + "}\n"
@@ -93,8 +116,12 @@ def test_equal_keys_that_are_merged_again_and_again_are_one_key(base_yaml: str, 
     assert config.vars["a8"] == {**{f"k{i}": i for i in range(10)}, **{f"own{i}": i for i in range(8)}}
 
 
-def test_the_first_of_several_merged_mappings_stands_and_the_own_keys_before_all(base_yaml: str, tmp_path: Path, fake_registry: Registry) -> None:
-    (tmp_path / "run.yaml").write_text("vars:\n  a: &a {x: 1, y: 1, z: 1}\n  b: &b {x: 2, y: 2, w: 2}\n  c: {<<: [*a, *b], x: 3}\n" + base_yaml)
+def test_the_first_of_several_merged_mappings_stands_and_the_own_keys_before_all(
+    base_yaml: str, tmp_path: Path, fake_registry: Registry
+) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "vars:\n  a: &a {x: 1, y: 1, z: 1}\n  b: &b {x: 2, y: 2, w: 2}\n  c: {<<: [*a, *b], x: 3}\n" + base_yaml
+    )
     assert load(tmp_path / "run.yaml", registry=fake_registry).config.vars["c"] == {"x": 3, "y": 1, "z": 1, "w": 2}
 
 
@@ -130,7 +157,9 @@ def test_what_no_configuration_can_hold_is_one_line(refusal: Callable[..., str],
     assert len(line) < 1100
 
 
-@pytest.mark.parametrize(("override", "words"), [(f"vars.a={'[' * 300}{']' * 300}", "64 blocks"), (f"{'vars' + '.a' * 400}=1", "64 blocks")])
+@pytest.mark.parametrize(
+    ("override", "words"), [(f"vars.a={'[' * 300}{']' * 300}", "64 blocks"), (f"{'vars' + '.a' * 400}=1", "64 blocks")]
+)
 def test_an_override_has_the_same_bounds(refusal: Callable[..., str], override: str, words: str) -> None:
     assert words in refusal(override=override)
 
@@ -144,7 +173,11 @@ def test_a_file_whose_name_no_file_can_have_is_one_line(fake_registry: Registry,
 
 @pytest.mark.parametrize(
     ("included", "own"),
-    [("vars: {a: {b: 1}}", "vars: {a: [1]}"), ("vars: {a: [1]}", "vars: {a: {b: 1}}"), ("vars: {b: [1], a: '${.b}'}", "vars: {a: {c: 1}}")],
+    [
+        ("vars: {a: {b: 1}}", "vars: {a: [1]}"),
+        ("vars: {a: [1]}", "vars: {a: {b: 1}}"),
+        ("vars: {b: [1], a: '${.b}'}", "vars: {a: {c: 1}}"),
+    ],
 )
 def test_a_list_takes_the_place_of_an_included_mapping_and_the_reverse(
     base_yaml: str, tmp_path: Path, fake_registry: Registry, included: str, own: str

@@ -32,7 +32,9 @@ def test_an_alias_gives_the_implementation_under_its_name(run_yaml: Run) -> None
 
 
 def test_lists_keep_the_order_of_the_yaml_and_a_single_name_is_a_list_of_one(run_yaml: Run) -> None:
-    config = run_yaml("track_with: [jsonl, {use: wall, height: 2}, console]\ngroup_filters: no_signal\nbaselines: [random]\n").config
+    config = run_yaml(
+        "track_with: [jsonl, {use: wall, height: 2}, console]\ngroup_filters: no_signal\nbaselines: [random]\n"
+    ).config
     assert [c.name for c in config.track_with] == ["jsonl", "wall", "console"]
     assert config.track_with[1] == Choice("wall", {"height": 2})
     assert config.group_filters == (Choice("no_signal"),)
@@ -93,7 +95,8 @@ def test_a_file_under_plugins_is_found_beside_the_yaml(run_yaml: Run) -> None:
     text = "  Mine: {env_type: mine, env_config: {depth: 2}}\nplugins: [./my_env.py]\n"
     assert run_yaml(text, "train_env_manager.tags=[Mine]").config.custom_envs["Mine"].env_config == {"depth": 2}
     assert problems(run_yaml, text.replace("depth", "height"), "train_env_manager.tags=[Mine]") == [
-        "run.yaml:16: $.custom_envs.Mine.env_config.height: environment 'mine' has no option 'height'. Its options: depth. Fix: correct or remove it."
+        "run.yaml:16: $.custom_envs.Mine.env_config.height: environment 'mine' has no option 'height'. Its options:"
+        " depth. Fix: correct or remove it."
     ]
 
 
@@ -105,7 +108,8 @@ def test_environments_that_are_not_played_are_not_looked_up(run_yaml: Run) -> No
 def test_options_of_an_environment_whose_package_is_missing_are_a_warning(run_yaml: Run) -> None:
     loaded = run_yaml("", "custom_envs.Lake.env_type=pond")
     assert loaded.warnings == [
-        "run.yaml:15: $.custom_envs.Lake.env_config: not checked: environment 'pond' needs package_that_is_not_there, not installed here"
+        "run.yaml:15: $.custom_envs.Lake.env_config: not checked: environment 'pond' needs package_that_is_not_there,"
+        " not installed here"
     ]
 
 
@@ -132,13 +136,15 @@ def test_keys_of_the_core_reach_implementations_only_when_they_are_given(run_yam
 
 def test_a_key_in_both_places_is_an_error_that_names_both(run_yaml: Run) -> None:
     assert problems(run_yaml, "pg_clip: 0.3\n", "pg_variant={use: ppo, pg_clip: 0.2}") == [
-        "override 'pg_variant={use: ppo, pg_clip: 0.2}': $.pg_variant.pg_clip: 0.2 here, and 0.3 at $.pg_clip. Fix: give pg_clip in one place"
+        "override 'pg_variant={use: ppo, pg_clip: 0.2}': $.pg_variant.pg_clip: 0.2 here, and 0.3 at $.pg_clip. Fix:"
+        " give pg_clip in one place"
     ]
 
 
 def test_a_wrong_algorithm_key_is_told_at_the_line_where_it_stands(run_yaml: Run) -> None:
     assert problems(run_yaml, "pg_clip: much\n") == [
-        "run.yaml:16: $.pg_clip: 'much' is text, a number is needed. Fix: write it without quotes (from the environment: ${oc.decode:${oc.env:NAME}})"
+        "run.yaml:16: $.pg_clip: 'much' is text, a number is needed. Fix: write it without quotes (from the"
+        " environment: ${oc.decode:${oc.env:NAME}})"
     ]
     assert problems(run_yaml, "reward_normalization: {method: mea}\n") == [
         "run.yaml:16: $.reward_normalization.method: 'mea' is none of 'identity', 'mean', 'mean_std', 'asym_clip'. "

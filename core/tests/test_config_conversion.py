@@ -105,7 +105,9 @@ def test_all_mistakes_of_a_class_come_together() -> None:
 
 
 _LEAVES = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.floats()
-_VALUES = st.recursive(_LEAVES, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2))
+_VALUES = st.recursive(
+    _LEAVES, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2)
+)
 _KEYS = st.sampled_from(["max_steps", "seed", "gamma", "exp_name", "actor_train", "custom_envs", "track_with", "x"])
 
 

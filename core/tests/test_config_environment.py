@@ -26,7 +26,9 @@ def test_a_name_made_of_another_value_that_is_not_there_is_reported(run_yaml: Ru
 
 
 def test_a_name_made_of_another_value_is_resolved(run_yaml: Run) -> None:
-    config = run_yaml("vars: {n: {a: logs}, k: a}\nlogging_dir: '${vars.n.${vars.k}}/${vars.${.vars.k2}}'\n", "vars.k2=k").config
+    config = run_yaml(
+        "vars: {n: {a: logs}, k: a}\nlogging_dir: '${vars.n.${vars.k}}/${vars.${.vars.k2}}'\n", "vars.k2=k"
+    ).config
     assert config.logging_dir == "logs/a"
 
 
@@ -55,11 +57,17 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("secret")
-def test_a_value_of_the_environment_is_used_and_its_reference_written(run_yaml: Run, tmp_path: Path, fake_registry: Registry) -> None:
+def test_a_value_of_the_environment_is_used_and_its_reference_written(
+    run_yaml: Run, tmp_path: Path, fake_registry: Registry
+) -> None:
     loaded = run_yaml(FROM_ENVIRONMENT)
     config = loaded.config
     assert config.actor_train.system_envs == {"A_KEY": SECRET, "PLAIN": "text"}
-    assert (config.logging_dir, config.render_episodes, config.rollout_mock.dump_dir) == (f"logs/k={SECRET}", 12345678, SECRET)
+    assert (config.logging_dir, config.render_episodes, config.rollout_mock.dump_dir) == (
+        f"logs/k={SECRET}",
+        12345678,
+        SECRET,
+    )
     written = loaded.plain()
     assert SECRET not in json.dumps(written)
     assert "12345678" not in json.dumps(written)
@@ -78,7 +86,9 @@ def test_a_value_of_the_environment_is_used_and_its_reference_written(run_yaml: 
 
 @pytest.mark.usefixtures("secret")
 def test_a_copied_block_keeps_the_references_inside(run_yaml: Run) -> None:
-    written = run_yaml("vars: {block: {deep: ['${oc.env:TW_SECRET}']}, copy: '${vars.block}', again: '${vars.copy.deep}'}\n").plain()
+    written = run_yaml(
+        "vars: {block: {deep: ['${oc.env:TW_SECRET}']}, copy: '${vars.block}', again: '${vars.copy.deep}'}\n"
+    ).plain()
     assert written["vars"]["copy"] == {"deep": ["${oc.env:TW_SECRET}"]}
     assert written["vars"]["again"] == ["${oc.env:TW_SECRET}"]
 
@@ -87,4 +97,6 @@ def test_a_copied_block_keeps_the_references_inside(run_yaml: Run) -> None:
 def test_a_line_about_a_value_of_the_environment_names_the_reference(run_yaml: Run) -> None:
     with pytest.raises(ConfigError) as caught:
         run_yaml("seed: ${oc.env:TW_SECRET}\n")
-    assert caught.value.problems[0].startswith("run.yaml:16: $.seed: '${oc.env:TW_SECRET}' is text, a whole number is needed.")
+    assert caught.value.problems[0].startswith(
+        "run.yaml:16: $.seed: '${oc.env:TW_SECRET}' is text, a whole number is needed."
+    )

@@ -19,7 +19,8 @@ Run = Callable[..., Loaded]
 VAL = "val_env_manager={num_env_groups: 8, tags: [Lake]}"
 TRAIN, INFER = "actor_train", "actor_infer"
 BUDGET = {
-    phase: [f"{TRAIN}.use_dynamic_batching_in_{phase}=true", f"{TRAIN}.max_tokens_per_microbatch_in_{phase}=512"] for phase in ("train", "infer")
+    phase: [f"{TRAIN}.use_dynamic_batching_in_{phase}=true", f"{TRAIN}.max_tokens_per_microbatch_in_{phase}=512"]
+    for phase in ("train", "infer")
 }
 
 USED: list[tuple[str, list[str], Any]] = [  # path in the configuration, overrides, value there
@@ -277,7 +278,9 @@ def _path(key: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("key", "overrides", "value"), _named(USED))
-def test_a_key_that_is_used_reaches_the_configuration(run_yaml: Run, key: str, overrides: list[str], value: Any) -> None:
+def test_a_key_that_is_used_reaches_the_configuration(
+    run_yaml: Run, key: str, overrides: list[str], value: Any
+) -> None:
     loaded = run_yaml("", *overrides)
     found = at(to_plain(loaded.config), _path(key), "absent")
     assert found == value
@@ -286,7 +289,9 @@ def test_a_key_that_is_used_reaches_the_configuration(run_yaml: Run, key: str, o
 
 
 @pytest.mark.parametrize(("key", "overrides", "target", "value"), _named(TRANSLATED))
-def test_a_key_that_is_translated_arrives_and_is_noted(run_yaml: Run, key: str, overrides: list[str], target: str, value: Any) -> None:
+def test_a_key_that_is_translated_arrives_and_is_noted(
+    run_yaml: Run, key: str, overrides: list[str], target: str, value: Any
+) -> None:
     if key == "response_length":
         overrides = [*overrides, "sequence_length=132"]
     loaded = run_yaml("", *overrides)
@@ -295,7 +300,9 @@ def test_a_key_that_is_translated_arrives_and_is_noted(run_yaml: Run, key: str, 
 
 
 @pytest.mark.parametrize(("key", "overrides", "reason"), _named(NAMED))
-def test_a_key_that_does_not_apply_is_named_with_its_reason(run_yaml: Run, key: str, overrides: list[str], reason: str) -> None:
+def test_a_key_that_does_not_apply_is_named_with_its_reason(
+    run_yaml: Run, key: str, overrides: list[str], reason: str
+) -> None:
     warnings = run_yaml("", *overrides).warnings
     assert any(f"$.{key}: " in w and reason in w for w in warnings), warnings
 
@@ -319,7 +326,12 @@ def test_every_key_of_the_schema_has_a_case() -> None:
         RewardNormalization: "reward_normalization.{}",
     }
     keys = [case[0] for cases in (USED, REFUSED) for case in cases]
-    names = [text.format(a.name, a.name).split() for cls, text in blocks.items() for a in attrs.fields(cls) if a.name != "algorithm"]
+    names = [
+        text.format(a.name, a.name).split()
+        for cls, text in blocks.items()
+        for a in attrs.fields(cls)
+        if a.name != "algorithm"
+    ]
     assert [n for n in names if not any(key == p or key.startswith(p + ".") for key in keys for p in n)] == []
 
 
@@ -337,15 +349,22 @@ def test_a_feature_that_is_switched_off_needs_no_word(run_yaml: Run, override: s
 
 def test_prompt_and_response_are_a_sample(run_yaml: Run) -> None:
     text = (
-        "max_steps: 1\nrollout_batch_size: 2\npretrain: m\nprompt_length: 100\nresponse_length: 28\nnum_return_sequences_in_group: 4\n"
-        "actor_train: {strategy_args: {strategy_name: trainer}}\nactor_infer: {strategy_args: {strategy_name: sampler}}\n"
-        "train_env_manager: {}\ncustom_envs: {Lake: {env_type: lake}}\n"
+        "max_steps: 1\nrollout_batch_size: 2\npretrain: m\nprompt_length: 100\nresponse_length:"
+        " 28\nnum_return_sequences_in_group: 4\nactor_train: {strategy_args: {strategy_name: trainer}}\nactor_infer:"
+        " {strategy_args: {strategy_name: sampler}}\ntrain_env_manager: {}\ncustom_envs: {Lake: {env_type: lake}}\n"
     )
     loaded = run_yaml(text, base=False)
     config = loaded.config
     assert (config.sequence_length, config.actor_infer.generating_args.max_new_tokens) == (128, 28)
-    assert (config.rollout_batch_size, config.train_env_manager.num_env_groups, config.train_env_manager.group_size) == (8, 2, 4)
-    assert any("rollout_batch_size 2 counted prompts: num_env_groups 2, rollout_batch_size 8 here" in note for note in loaded.notes)
+    assert (
+        config.rollout_batch_size,
+        config.train_env_manager.num_env_groups,
+        config.train_env_manager.group_size,
+    ) == (8, 2, 4)
+    assert any(
+        "rollout_batch_size 2 counted prompts: num_env_groups 2, rollout_batch_size 8 here" in note
+        for note in loaded.notes
+    )
 
 
 def test_a_name_that_interpolation_reads_is_left_alone(run_yaml: Run) -> None:

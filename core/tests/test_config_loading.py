@@ -28,7 +28,12 @@ def problems(run: Run, text: str = "", *overrides: str, base: bool = True) -> li
 def test_a_small_file_becomes_a_run_with_defaults(run_yaml: Run) -> None:
     loaded = run_yaml()
     config = loaded.config
-    assert (config.max_steps, config.rollout_batch_size, config.gamma, config.output_dir) == (10, 16, 1.0, "runs/turnwise")
+    assert (config.max_steps, config.rollout_batch_size, config.gamma, config.output_dir) == (
+        10,
+        16,
+        1.0,
+        "runs/turnwise",
+    )
     assert config.train_env_manager.num_groups_partition == (4,)
     assert config.actor_train.strategy_args is not None
     assert config.actor_train.strategy_args.config.stage == 2
@@ -62,35 +67,64 @@ loss_agg_mode: token_mean
 save_steps: ~
 """
     assert problems(run_yaml, text, "ppo_epochs=two", base=False) == [
-        "override 'ppo_epochs=two': $.ppo_epochs: 'two' is text, a whole number is needed. "
-        "Fix: write it without quotes (from the environment: ${oc.decode:${oc.env:NAME}})",
-        "run.yaml:1: $.max_steps: '8' is text, a whole number is needed. "
-        "Fix: write it without quotes (from the environment: ${oc.decode:${oc.env:NAME}})",
+        (
+            "override 'ppo_epochs=two': $.ppo_epochs: 'two' is text, a whole number is needed. "
+            "Fix: write it without quotes (from the environment: ${oc.decode:${oc.env:NAME}})"
+        ),
+        (
+            "run.yaml:1: $.max_steps: '8' is text, a whole number is needed. "
+            "Fix: write it without quotes (from the environment: ${oc.decode:${oc.env:NAME}})"
+        ),
         "run.yaml:2: $.rollout_batch_size: True is true or false, a whole number is needed. Fix: write a whole number",
         "run.yaml:4: $.gama: unknown key 'gama'. Did you mean 'gamma'? Fix: correct or remove it",
-        "run.yaml:5: $.adv_estimator: no advantage estimator is named 'gppo'. Did you mean 'grpo'? Installed: gae, gigpo, grpo, step. "
-        "Fix: correct the name, or install a plugin that provides it and name it under plugins:.",
-        "run.yaml:8: $.actor_train.training_args.learning_rate: 'fast' is text, a number is needed. "
-        "Fix: write it without quotes (from the environment: ${oc.decode:${oc.env:NAME}})",
-        "run.yaml:9: $.actor_train.training_args.warmup_step: unknown key 'warmup_step'. Did you mean 'warmup_steps'? "
-        "Known: gradient_accumulation_steps, learning_rate, lr_scheduler_kwargs, lr_scheduler_type, max_grad_norm, per_device_train_batch_size, "
-        "warmup_ratio, warmup_steps, weight_decay. Fix: correct or remove it",
-        "run.yaml:10: $.actor_train.strategy_args.strategy_config.stag: unknown key 'stag'. Did you mean 'stage'? "
-        "Known: betas, pipeline_model_parallel_size, stage, tensor_model_parallel_size. Fix: correct or remove it",
-        "run.yaml:13: $.train_env_manager.num_env_groups: 4.0 is a number, a whole number is needed. Fix: write a whole number",
-        "run.yaml:15: $.custom_envs.Lake.env_config.siez: environment 'lake' has no option 'siez'. Did you mean 'size'? "
-        "Its options: is_slippery, size. Fix: correct or remove it.",
-        "run.yaml:15: $.custom_envs.Lake.step: 'thred' is none of 'inline', 'thread', 'process'. Did you mean 'thread'? Fix: choose one of them",
-        "run.yaml:17: $.loss_agg_mode: 'token_mean' is none of 'token-mean', 'seq-mean-token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm'. "
-        "Did you mean 'token-mean'? Fix: choose one of them",
-        "run.yaml:18: $.save_steps: None is empty (null), a whole number is needed. Fix: write a value, or remove the key for its default",
+        (
+            "run.yaml:5: $.adv_estimator: no advantage estimator is named 'gppo'. Did you mean 'grpo'? Installed: gae,"
+            " gigpo, grpo, step. Fix: correct the name, or install a plugin that provides it and name it under"
+            " plugins:."
+        ),
+        (
+            "run.yaml:8: $.actor_train.training_args.learning_rate: 'fast' is text, a number is needed. "
+            "Fix: write it without quotes (from the environment: ${oc.decode:${oc.env:NAME}})"
+        ),
+        (
+            "run.yaml:9: $.actor_train.training_args.warmup_step: unknown key 'warmup_step'. Did you mean"
+            " 'warmup_steps'? Known: gradient_accumulation_steps, learning_rate, lr_scheduler_kwargs,"
+            " lr_scheduler_type, max_grad_norm, per_device_train_batch_size, warmup_ratio, warmup_steps, weight_decay."
+            " Fix: correct or remove it"
+        ),
+        (
+            "run.yaml:10: $.actor_train.strategy_args.strategy_config.stag: unknown key 'stag'. Did you mean 'stage'? "
+            "Known: betas, pipeline_model_parallel_size, stage, tensor_model_parallel_size. Fix: correct or remove it"
+        ),
+        (
+            "run.yaml:13: $.train_env_manager.num_env_groups: 4.0 is a number, a whole number is needed. Fix: write a"
+            " whole number"
+        ),
+        (
+            "run.yaml:15: $.custom_envs.Lake.env_config.siez: environment 'lake' has no option 'siez'. Did you mean"
+            " 'size'? Its options: is_slippery, size. Fix: correct or remove it."
+        ),
+        (
+            "run.yaml:15: $.custom_envs.Lake.step: 'thred' is none of 'inline', 'thread', 'process'. Did you mean"
+            " 'thread'? Fix: choose one of them"
+        ),
+        (
+            "run.yaml:17: $.loss_agg_mode: 'token_mean' is none of 'token-mean', 'seq-mean-token-mean',"
+            " 'seq-mean-token-sum', 'seq-mean-token-sum-norm'. Did you mean 'token-mean'? Fix: choose one of them"
+        ),
+        (
+            "run.yaml:18: $.save_steps: None is empty (null), a whole number is needed. Fix: write a value, or remove"
+            " the key for its default"
+        ),
     ]
 
 
 def test_a_required_key_that_is_missing_is_named(run_yaml: Run) -> None:
     found = problems(run_yaml, "max_steps: 3\n", base=False)
     assert "run.yaml: $.rollout_batch_size: this key is required. Fix: write it" in found
-    assert any("$.actor_train: actor_train.strategy_args says what runs it. Installed: trainer." in line for line in found)
+    assert any(
+        "$.actor_train: actor_train.strategy_args says what runs it. Installed: trainer." in line for line in found
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,9 +138,15 @@ def test_a_required_key_that_is_missing_is_named(run_yaml: Run) -> None:
         ("a: [1, 2\nb: 3\n", "run.yaml:2: not valid YAML"),
         ("a: 1\nb: {c: 1, d: 2,\n  c: 3}\na: 2\n", "run.yaml:4: the key 'a' stands here and in line 1. Fix: keep one"),
         ("a: &x\n  b: *x\n", "run.yaml:1: an anchor refers to itself"),
-        ("a: 1\nb: x\0y\n", "run.yaml:2: not valid YAML: the character '\\x00' is not allowed. Fix: save the file as UTF-8 text"),
+        (
+            "a: 1\nb: x\0y\n",
+            "run.yaml:2: not valid YAML: the character '\\x00' is not allowed. Fix: save the file as UTF-8 text",
+        ),
         (f"a: 1\nb: {'9' * 5000}\n", "run.yaml:2: the number has more than 300 digits. Fix: write a smaller one"),
-        ("a: !!python/object:os.system {}\n", "run.yaml:1: the tag 'tag:yaml.org,2002:python/object:os.system' is not known. Fix: remove it"),
+        (
+            "a: !!python/object:os.system {}\n",
+            "run.yaml:1: the tag 'tag:yaml.org,2002:python/object:os.system' is not known. Fix: remove it",
+        ),
         ("? [1, 2]\n: 3\n", "run.yaml:1: not valid YAML: a key must be text"),
     ],
 )
@@ -121,7 +161,9 @@ def test_every_duplicate_key_is_told(run_yaml: Run) -> None:
 
 def test_a_file_that_is_not_there_names_its_neighbours(run_yaml: Run, fake_registry: Registry) -> None:
     run_yaml()
-    with pytest.raises(ConfigError, match=r"^rum\.yaml: there is no such file\. Beside it: run\.yaml\. Fix: correct the path$"):
+    with pytest.raises(
+        ConfigError, match=r"^rum\.yaml: there is no such file\. Beside it: run\.yaml\. Fix: correct the path$"
+    ):
         load("rum.yaml", registry=fake_registry)
     with pytest.raises(ConfigError, match="cannot be read"):
         load(Path.cwd(), registry=fake_registry)
@@ -168,9 +210,20 @@ def test_merge_keys_and_anchors_work_and_are_no_duplicates(run_yaml: Run, base_y
 
 def test_overrides_are_typed_and_applied_in_order(run_yaml: Run) -> None:
     config = run_yaml(
-        "", "actor_train.training_args.learning_rate=3e-4", "max_steps=5", "max_steps=7", "+seed=3", "train_env_manager.tags=[Lake]", "exp_name=a=b"
+        "",
+        "actor_train.training_args.learning_rate=3e-4",
+        "max_steps=5",
+        "max_steps=7",
+        "+seed=3",
+        "train_env_manager.tags=[Lake]",
+        "exp_name=a=b",
     ).config
-    assert (config.actor_train.training_args.learning_rate, config.max_steps, config.seed, config.exp_name) == (3e-4, 7, 3, "a=b")
+    assert (config.actor_train.training_args.learning_rate, config.max_steps, config.seed, config.exp_name) == (
+        3e-4,
+        7,
+        3,
+        "a=b",
+    )
     assert config.actor_train.training_args.per_device_train_batch_size == 2
 
 
@@ -193,11 +246,20 @@ def test_a_null_override_unsets(run_yaml: Run) -> None:
     [
         ("max_steps", "override 'max_steps': $.max_steps: an override is written key=value."),
         ("~max_steps", "override '~max_steps': $.~max_steps: an override is written key=value."),
-        ("max_steps.x=1", "override 'max_steps.x=1': $.max_steps.x: max_steps is 10, which holds no keys. Fix: override max_steps itself"),
+        (
+            "max_steps.x=1",
+            (
+                "override 'max_steps.x=1': $.max_steps.x: max_steps is 10, which holds no keys. Fix: override max_steps"
+                " itself"
+            ),
+        ),
         ("max_steps=[1", "override 'max_steps=[1': $.max_steps: '[1' cannot be put here"),
         ("max_stepz=1", "override 'max_stepz=1': $.max_stepz: unknown key 'max_stepz'. Did you mean 'max_steps'?"),
         ("actor_train.lr=1", "override 'actor_train.lr=1': $.actor_train.lr: unknown key 'lr'."),
-        ("train_env_manager.tags[4]=x", "override 'train_env_manager.tags[4]=x': $.train_env_manager.tags[4]: 'x' cannot be put here"),
+        (
+            "train_env_manager.tags[4]=x",
+            "override 'train_env_manager.tags[4]=x': $.train_env_manager.tags[4]: 'x' cannot be put here",
+        ),
     ],
 )
 def test_a_bad_override_is_named(run_yaml: Run, override: str, expected: str) -> None:
@@ -210,7 +272,9 @@ def test_a_bad_override_is_named(run_yaml: Run, override: str, expected: str) ->
 
 def test_interpolation_reads_keys_environment_and_time(run_yaml: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUN_NAME", "lake")
-    config = run_yaml("exp_name: ${oc.env:RUN_NAME}\noutput_dir: out/${exp_name}/${now:%Y}\nsave_steps: ${max_steps}\n").config
+    config = run_yaml(
+        "exp_name: ${oc.env:RUN_NAME}\noutput_dir: out/${exp_name}/${now:%Y}\nsave_steps: ${max_steps}\n"
+    ).config
     assert config.output_dir.startswith("out/lake/20")
     assert config.save_steps == 10
 
@@ -218,7 +282,10 @@ def test_interpolation_reads_keys_environment_and_time(run_yaml: Run, monkeypatc
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ("${max_step}", "'${max_step}' cannot be resolved: Interpolation key 'max_step' not found. Did you mean 'max_steps'?"),
+        (
+            "${max_step}",
+            "'${max_step}' cannot be resolved: Interpolation key 'max_step' not found. Did you mean 'max_steps'?",
+        ),
         ("${oc.env:NOT_SET_ANYWHERE}", "Environment variable 'NOT_SET_ANYWHERE' not found"),
         ("${hydra:run.dir}", "Unsupported interpolation type hydra"),
         ("${exp_name", "is not a well-formed interpolation"),
@@ -247,11 +314,15 @@ def test_text_of_an_environment_variable_is_no_number(run_yaml: Run, monkeypatch
 def test_free_keys_that_are_read_become_vars_with_a_note(run_yaml: Run) -> None:
     loaded = run_yaml("my_size: 6\nsave_steps: ${my_size}\nvars: {other: 1}\n")
     assert loaded.config.vars == {"my_size": 6, "other": 1}
-    assert loaded.notes == ["run.yaml:16: $.my_size: free values, which only ${…} reads and which may also stand under vars: my_size"]
+    assert loaded.notes == [
+        "run.yaml:16: $.my_size: free values, which only ${…} reads and which may also stand under vars: my_size"
+    ]
 
 
 def test_a_free_key_that_nothing_reads_is_an_error(run_yaml: Run) -> None:
-    assert problems(run_yaml, "gamam: 6\n") == ["run.yaml:16: $.gamam: unknown key 'gamam'. Did you mean 'gamma'? Fix: correct or remove it"]
+    assert problems(run_yaml, "gamam: 6\n") == [
+        "run.yaml:16: $.gamam: unknown key 'gamam'. Did you mean 'gamma'? Fix: correct or remove it"
+    ]
 
 
 # --- includes
@@ -260,13 +331,19 @@ def test_a_free_key_that_nothing_reads_is_an_error(run_yaml: Run) -> None:
 def test_included_files_lie_under_this_one_and_interpolate_with_it(run_yaml: Run, base_yaml: str) -> None:
     Path("config").mkdir()
     Path("config/envs.yaml").write_text(
-        "library_of_values: 3\nturns: 5\nblocks:\n  Pond:\n    env_type: lake\n    max_steps: ${turns}\n    env_config: {is_slippery: true}\n"
+        "library_of_values: 3\nturns: 5\nblocks:\n  Pond:\n    env_type: lake\n    max_steps: ${turns}\n    env_config:"
+        " {is_slippery: true}\n"
     )
     text = "defaults:\n  - config/envs@_here_\n  - _self_\nturns: 7\n"
     loaded = run_yaml(text + base_yaml + "  Pond: ${blocks.Pond}\n", base=False)
     assert loaded.config.custom_envs["Pond"].max_steps == 7
     assert loaded.config.vars["library_of_values"] == 3
-    assert run_yaml(text + base_yaml + "  Pond: ${blocks.Pond}\n", "turns=9", base=False).config.custom_envs["Pond"].max_steps == 9
+    assert (
+        run_yaml(text + base_yaml + "  Pond: ${blocks.Pond}\n", "turns=9", base=False)
+        .config.custom_envs["Pond"]
+        .max_steps
+        == 9
+    )
     Path("config/envs.yaml").write_text("blocks:\n  Pond: {env_type: lake, max_stepz: 3}\n")
     found = problems(run_yaml, text + base_yaml + "  Pond: ${blocks.Pond}\nsave_steps: ${turns}\n", base=False)
     assert len(found) == 1
@@ -276,8 +353,17 @@ def test_included_files_lie_under_this_one_and_interpolate_with_it(run_yaml: Run
 @pytest.mark.parametrize(
     ("entry", "expected"),
     [
-        ("envs@_here_", "run.yaml:17: $.defaults[0]: 'envs' is neither a file beside this one nor a preset. Installed presets: trainer_zero3."),
-        ("../config/trainer_zero@_here_", "'../config/trainer_zero' is neither a file beside this one nor a preset. Did you mean 'trainer_zero3'?"),
+        (
+            "envs@_here_",
+            (
+                "run.yaml:17: $.defaults[0]: 'envs' is neither a file beside this one nor a preset. Installed presets:"
+                " trainer_zero3."
+            ),
+        ),
+        (
+            "../config/trainer_zero@_here_",
+            "'../config/trainer_zero' is neither a file beside this one nor a preset. Did you mean 'trainer_zero3'?",
+        ),
         ("{db: mysql}", "selects from a group, which is not supported. Fix: name the file: `- db/mysql@_here_`"),
         ("envs@other", "'envs@other' merges under 'other'; only the top level is supported"),
         ("run@_here_", "'run@_here_' includes itself"),
@@ -285,7 +371,9 @@ def test_included_files_lie_under_this_one_and_interpolate_with_it(run_yaml: Run
         ("broken", "broken.yaml:2: not valid YAML"),
     ],
 )
-def test_anything_else_under_defaults_is_refused_with_the_line_to_write(run_yaml: Run, entry: str, expected: str) -> None:
+def test_anything_else_under_defaults_is_refused_with_the_line_to_write(
+    run_yaml: Run, entry: str, expected: str
+) -> None:
     Path("broken.yaml").write_text("a: [\n")
     found = problems(run_yaml, f"defaults:\n  - {entry}\n")
     assert any(expected in line for line in found), found
@@ -303,7 +391,9 @@ def test_presets_of_installed_strategies_are_named_by_interpolation(run_yaml: Ru
 
 def test_a_file_of_a_presets_name_wins(run_yaml: Run) -> None:
     Path("trainer_zero3.yaml").write_text("trainer_zero3: {stage: 1}\n")
-    loaded = run_yaml("defaults: [trainer_zero3@_here_]\n", "actor_train.strategy_args.strategy_config=${trainer_zero3}")
+    loaded = run_yaml(
+        "defaults: [trainer_zero3@_here_]\n", "actor_train.strategy_args.strategy_config=${trainer_zero3}"
+    )
     assert loaded.config.actor_train.strategy_args is not None
     assert loaded.config.actor_train.strategy_args.config.stage == 1
 
@@ -334,13 +424,22 @@ def test_device_mappings_interpolate(run_yaml: Run) -> None:
     )
 
 
-def test_the_resolved_text_loads_to_the_same_configuration_from_any_folder(run_yaml: Run, fake_registry: Registry, tmp_path: Path) -> None:
+def test_the_resolved_text_loads_to_the_same_configuration_from_any_folder(
+    run_yaml: Run, fake_registry: Registry, tmp_path: Path
+) -> None:
     Path("plug.py").write_text("import turnwise\n\n@turnwise.hookimpl\ndef loggers():\n    return []\n")
-    loaded = run_yaml("plugins: [./plug.py]\nfree: 6\nsave_steps: ${free}\nexp_name: \\${kept}\n", "pg_clip=0.3", "max_steps=12")
+    loaded = run_yaml(
+        "plugins: [./plug.py]\nfree: 6\nsave_steps: ${free}\nexp_name: \\${kept}\n", "pg_clip=0.3", "max_steps=12"
+    )
     other = tmp_path / "elsewhere"
     other.mkdir()
     (other / "again.yaml").write_text(loaded.text)
     again = load(other / "again.yaml", registry=fake_registry).config
     assert again.exp_name == "${kept}"
     assert again.plugins == (str(tmp_path / "plug.py"),)
-    assert (again.save_steps, again.max_steps, again.pg_variant, again.vars) == (6, 12, loaded.config.pg_variant, {"free": 6})
+    assert (again.save_steps, again.max_steps, again.pg_variant, again.vars) == (
+        6,
+        12,
+        loaded.config.pg_variant,
+        {"free": 6},
+    )

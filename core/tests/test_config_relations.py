@@ -73,7 +73,9 @@ CRITIC = "critic: {training_args: {per_device_train_batch_size: 16}}\n"
                                                                          "Fix: list tags of custom_envs: [Lake, Second]"),
     ],
 )  # fmt: skip
-def test_settings_that_contradict_each_other_are_refused(run_yaml: Run, text: str, overrides: list[str], expected: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(
+    run_yaml: Run, text: str, overrides: list[str], expected: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         run_yaml(text, *overrides)
     found = caught.value.problems
@@ -164,7 +166,11 @@ def test_evaluation_samples_like_training_but_greedily(run_yaml: Run) -> None:
     val = run_yaml(VAL).config.val_env_manager
     assert val is not None
     assert val.generating_args is not None
-    assert (val.generating_args.temperature, val.generating_args.top_p, val.generating_args.max_new_tokens) == (0.0, 0.95, 32)
+    assert (val.generating_args.temperature, val.generating_args.top_p, val.generating_args.max_new_tokens) == (
+        0.0,
+        0.95,
+        32,
+    )
     own = run_yaml(VAL, "val_env_manager.generating_args={temperature: 0.6}").config.val_env_manager
     assert own is not None
     assert own.generating_args is not None

@@ -1,4 +1,5 @@
-"""What an override or a file takes the place of: lists and choices as a whole, everything else key by key, and who is blamed then."""
+"""What an override or a file takes the place of: lists and choices as a whole, everything else key by key, and who is
+blamed then."""
 
 from __future__ import annotations
 
@@ -26,17 +27,27 @@ def manager(loaded: Loaded) -> tuple[str, dict[str, Any]]:
         ("custom_envs.Lake.env_manager={use: trajectory, format_penalty: -2}", ("trajectory", {"format_penalty": -2})),
         ("custom_envs.Lake={env_manager: {use: trajectory}}", ("trajectory", {})),
         ("custom_envs.Lake.env_manager=trajectory", ("trajectory", {})),
-        ("custom_envs.Lake.env_manager={format_penalty: -2}", ("stepwise", {"history_length": 3, "format_penalty": -2})),
-        ("custom_envs.Lake.env_manager={use: stepwise, format_penalty: -2}", ("stepwise", {"history_length": 3, "format_penalty": -2})),
+        (
+            "custom_envs.Lake.env_manager={format_penalty: -2}",
+            ("stepwise", {"history_length": 3, "format_penalty": -2}),
+        ),
+        (
+            "custom_envs.Lake.env_manager={use: stepwise, format_penalty: -2}",
+            ("stepwise", {"history_length": 3, "format_penalty": -2}),
+        ),
         ("custom_envs.Lake.env_manager.format_penalty=-2", ("stepwise", {"history_length": 3, "format_penalty": -2})),
     ],
 )
-def test_a_choice_of_another_name_replaces_the_old_one_with_its_options(run_yaml: Run, override: str, expected: Any) -> None:
+def test_a_choice_of_another_name_replaces_the_old_one_with_its_options(
+    run_yaml: Run, override: str, expected: Any
+) -> None:
     assert manager(run_yaml("", STEPWISE, override)) == expected
 
 
 def test_another_strategy_leaves_no_option_of_the_old_one(run_yaml: Run) -> None:
-    config = run_yaml("", "actor_infer.strategy_args={strategy_name: sampler, strategy_config: {gpu_memory_utilization: 0.5}}").config
+    config = run_yaml(
+        "", "actor_infer.strategy_args={strategy_name: sampler, strategy_config: {gpu_memory_utilization: 0.5}}"
+    ).config
     assert config.actor_infer.strategy_args is not None
     assert config.actor_infer.strategy_args.options == {"gpu_memory_utilization": 0.5}
     config = run_yaml("", "actor_train.strategy_args={strategy_name: trainer_train}").config

@@ -27,15 +27,48 @@ KEYS = [
     "plugins", "defaults", "checkpoint_config", "system_envs", "prompt_length", "response_length", "num_return_sequences_in_group", "rollout_mock",
     "train_infer_correction", "reward_normalization", "pg_clip", "gamma", "entropy_loss_coef", "max_actions_per_traj", "hydra", "runtime", "anything",
 ]  # fmt: skip
-LEAVES = st.sampled_from([None, True, 0, 1, -1, 8, 2.5, "", "x", "Lake", "grpo", "${exp_name}", "${max_steps}", "${nope}", "???", "list(range(0,2))"])
+LEAVES = st.sampled_from(
+    [
+        None,
+        True,
+        0,
+        1,
+        -1,
+        8,
+        2.5,
+        "",
+        "x",
+        "Lake",
+        "grpo",
+        "${exp_name}",
+        "${max_steps}",
+        "${nope}",
+        "???",
+        "list(range(0,2))",
+    ]
+)
 NAMES = st.sampled_from(["use", "Lake", "a", "stage"])
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=2))
-BAD = ["=1", "a.=1", ".a=1", "a..b=1", "[0]=1", "a[=1", "max_steps=${", "max_steps={", "seed=!!x 1", "custom_envs=[]", "${a}=1"]
+BAD = [
+    "=1",
+    "a.=1",
+    ".a=1",
+    "a..b=1",
+    "[0]=1",
+    "a[=1",
+    "max_steps=${",
+    "max_steps={",
+    "seed=!!x 1",
+    "custom_envs=[]",
+    "${a}=1",
+]
 
 
 @settings(max_examples=150)
 @given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
-def test_any_value_anywhere_is_accepted_or_reported(base_yaml: str, tmp_path: Path, fake_registry: Registry, changes: dict[str, Any]) -> None:
+def test_any_value_anywhere_is_accepted_or_reported(
+    base_yaml: str, tmp_path: Path, fake_registry: Registry, changes: dict[str, Any]
+) -> None:
     data = yaml.safe_load(base_yaml)
     for key, value in changes.items():
         *blocks, last = key.split(".")
@@ -54,7 +87,9 @@ def test_any_value_anywhere_is_accepted_or_reported(base_yaml: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("override", BAD)
-def test_any_override_is_accepted_or_reported(base_yaml: str, tmp_path: Path, fake_registry: Registry, override: str) -> None:
+def test_any_override_is_accepted_or_reported(
+    base_yaml: str, tmp_path: Path, fake_registry: Registry, override: str
+) -> None:
     (tmp_path / "run.yaml").write_text(base_yaml)
     with pytest.raises(ConfigError):
         load(tmp_path / "run.yaml", [override], registry=fake_registry)

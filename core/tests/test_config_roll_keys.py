@@ -1,4 +1,5 @@
-"""One case for every key that ROLL's files of version 0.3.0 brought: translated, named as not applying, or refused in one line."""
+"""One case for every key that ROLL's files of version 0.3.0 brought: translated, named as not applying, or refused in
+one line."""
 
 from __future__ import annotations
 
@@ -19,22 +20,47 @@ Run = Callable[..., Loaded]
 LAKE, MANAGER, TRAIN, INFER = "custom_envs.Lake", "custom_envs.Lake.env_manager", "actor_train", "actor_infer"
 STRATEGY = f"{TRAIN}.strategy_args.strategy_config"
 MANAGERS, RUNNERS = "roll.pipeline.agentic.env_manager", "roll.pipeline.agentic.agent_runner"
-GAME = [f"{LAKE}.env_manager_cls={MANAGERS}.proxy_env_manager.ProxyEnvManager", f"{LAKE}.agent_runner_cls={RUNNERS}.gem_runner.GEMRunner"]
+GAME = [
+    f"{LAKE}.env_manager_cls={MANAGERS}.proxy_env_manager.ProxyEnvManager",
+    f"{LAKE}.agent_runner_cls={RUNNERS}.gem_runner.GEMRunner",
+]
 
 TRANSLATED: list[tuple[str, list[str], str, Any]] = [  # the key, overrides, where its value arrives, the value
     (f"{TRAIN}.pg_variant", ["pg_variant=gspo", f"{TRAIN}.pg_variant=gspo"], "pg_variant.use", "gspo"),
-    (f"{TRAIN}.gspo_level", ["pg_variant=gspo", f"{TRAIN}.pg_variant=gspo", f"{TRAIN}.gspo_level=segment"], "pg_variant.gspo_level", "segment"),
+    (
+        f"{TRAIN}.gspo_level",
+        ["pg_variant=gspo", f"{TRAIN}.pg_variant=gspo", f"{TRAIN}.gspo_level=segment"],
+        "pg_variant.gspo_level",
+        "segment",
+    ),
     (f"{TRAIN}.pg_clip", [f"{TRAIN}.pg_clip=0.1"], "pg_variant.pg_clip", 0.1),
     (
         f"{LAKE}.env_manager_cls",
         [f"{LAKE}.env_manager_cls={MANAGERS}.step_concat_env_manager.StepConcatEnvManager"],
         f"{MANAGER}",
-        {"use": "stepwise", "history": "messages", "action_pattern": None, "format_penalty": 0.0, "agent_system_template": None}
-        | {"agent_template": None, "pre_step_template": None, "next_step_template": None, "history_length": None, "merge_steps": True},
+        {
+            "use": "stepwise",
+            "history": "messages",
+            "action_pattern": None,
+            "format_penalty": 0.0,
+            "agent_system_template": None,
+        }
+        | {
+            "agent_template": None,
+            "pre_step_template": None,
+            "next_step_template": None,
+            "history_length": None,
+            "merge_steps": True,
+        },
     ),
     (f"{LAKE}.env_manager_cls", GAME, f"{MANAGER}.use", "trajectory"),
     (f"{LAKE}.agent_runner_cls", GAME, f"{MANAGER}.use", "trajectory"),
-    (f"{LAKE}.next_step_template", [f"{LAKE}.next_step_template='{{observation}} {{suffix}}'"], f"{MANAGER}.next_step_template", "{observation} "),
+    (
+        f"{LAKE}.next_step_template",
+        [f"{LAKE}.next_step_template='{{observation}} {{suffix}}'"],
+        f"{MANAGER}.next_step_template",
+        "{observation} ",
+    ),
     (f"{TRAIN}.model_args.lora_rank", [f"{TRAIN}.model_args.lora_rank=0"], f"{TRAIN}.model_args.lora_rank", None),
 ]
 
@@ -94,7 +120,9 @@ def _named(cases: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("key", "overrides", "target", "value"), _named(TRANSLATED))
-def test_a_key_of_theirs_arrives_and_is_noted(run_yaml: Run, key: str, overrides: list[str], target: str, value: Any) -> None:
+def test_a_key_of_theirs_arrives_and_is_noted(
+    run_yaml: Run, key: str, overrides: list[str], target: str, value: Any
+) -> None:
     loaded = run_yaml("", *overrides)
     assert at(to_plain(loaded.config), tuple(target.split(".")), "absent") == value
     assert any(f"$.{key}: " in note for note in loaded.notes), loaded.notes
@@ -102,13 +130,17 @@ def test_a_key_of_theirs_arrives_and_is_noted(run_yaml: Run, key: str, overrides
 
 
 @pytest.mark.parametrize(("key", "overrides", "reason"), _named(UNUSED))
-def test_a_key_of_theirs_that_does_not_apply_is_named_with_its_reason(run_yaml: Run, key: str, overrides: list[str], reason: str) -> None:
+def test_a_key_of_theirs_that_does_not_apply_is_named_with_its_reason(
+    run_yaml: Run, key: str, overrides: list[str], reason: str
+) -> None:
     warnings = run_yaml("", *overrides).warnings
     assert any(f"$.{key}: " in w and reason in w for w in warnings), warnings
 
 
 @pytest.mark.parametrize(("key", "overrides", "message"), _named(REFUSED))
-def test_what_has_no_counterpart_is_refused_in_one_line_and_no_key_beside_it(run_yaml: Run, key: str, overrides: list[str], message: str) -> None:
+def test_what_has_no_counterpart_is_refused_in_one_line_and_no_key_beside_it(
+    run_yaml: Run, key: str, overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         run_yaml("", *overrides)
     (line,) = caught.value.problems
@@ -119,12 +151,17 @@ def test_what_has_no_counterpart_is_refused_in_one_line_and_no_key_beside_it(run
 
 @pytest.mark.parametrize(
     ("name", "value", "option"),
-    [("offload_policy", True, ("cpu_offload", True)), ("reshard_after_forward", False, ("reshard_after_forward", False))],
+    [
+        ("offload_policy", True, ("cpu_offload", True)),
+        ("reshard_after_forward", False, ("reshard_after_forward", False)),
+    ],
 )
 def test_options_of_fsdp2_stand_under_fsdp_here(
     base_yaml: str, tmp_path: Path, fake_registry: Registry, name: str, value: bool, option: tuple[str, bool]
 ) -> None:
-    fake_registry._entries.append(Entry("train_strategy", Implementation("sharded", object, Sharded, aliases=("fsdp2_train",)), "x", "x", "1"))
+    fake_registry._entries.append(
+        Entry("train_strategy", Implementation("sharded", object, Sharded, aliases=("fsdp2_train",)), "x", "x", "1")
+    )
     (tmp_path / "run.yaml").write_text(base_yaml)
     overrides = [f"{TRAIN}.strategy_args.strategy_name=fsdp2_train", f"{STRATEGY}.{name}={str(value).lower()}"]
     strategy = load(tmp_path / "run.yaml", overrides, registry=fake_registry).config.actor_train.strategy_args

@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from turnwise.config.schema import Choice, CorrectionFilter, EnvManagerConfig, ImportanceWeight, ModelArgs, Role, RunConfig, TrainInferCorrection
+from turnwise.config.schema import (
+    Choice,
+    CorrectionFilter,
+    EnvManagerConfig,
+    ImportanceWeight,
+    ModelArgs,
+    Role,
+    RunConfig,
+    TrainInferCorrection,
+)
 from turnwise.contracts.batch_adjust import PlannedUpdate
 from turnwise.contracts.loss import LossCapabilities
 from turnwise.data.batch import Batch
@@ -44,7 +53,9 @@ def gapped(seed: int = 0, cut: Any = row_per_turn, spread: float = 0.3) -> Batch
     """A batch whose old log-probs differ from the sampler's by a few tenths."""
     batch = batch_of(trajectories(4, 3), cut)
     ids = batch.tokens["input_ids"][batch.sampled]
-    noise = np.random.default_rng(seed).normal(0, spread, 64)[ids % 64]  # by token id: the same however the rows are cut
+    noise = np.random.default_rng(seed).normal(0, spread, 64)[
+        ids % 64
+    ]  # by token id: the same however the rows are cut
     old = np.zeros(len(batch.tokens), np.float32)
     old[batch.sampled] = np.minimum(batch.tokens["infer_log_probs"][batch.sampled] + noise, -1e-3)
     return batch.with_tokens(old_log_probs=old, advantages=batch.tokens["response_mask"].astype(float))
@@ -56,7 +67,9 @@ def slow(batch: Batch, level: str) -> tuple[list[float], list[float]]:
              float(batch.tokens["infer_log_probs"][t])) for t in batch.sampled]  # fmt: skip
     ratios, differences = [], []
     for turn, trajectory, old, infer in rows:
-        mine = {"token": [(0, 0, old, infer)], "segment": [r for r in rows if r[0] == turn]}.get(level, [r for r in rows if r[1] == trajectory])
+        mine = {"token": [(0, 0, old, infer)], "segment": [r for r in rows if r[0] == turn]}.get(
+            level, [r for r in rows if r[1] == trajectory]
+        )
         share = 1 if level == "sequence" else len(mine)
         ours, theirs = sum(r[2] for r in mine) / share, sum(r[3] for r in mine) / share
         ratios.append(math.exp(max(-20, min(20, ours - theirs))))
@@ -90,7 +103,9 @@ def test_differences_are_of_tokens_probabilities_and_aggregated_afterwards() -> 
     owner = batch.tokens["trajectory"][batch.sampled]
     for level in ("token", "segment", "geometric"):
         np.testing.assert_allclose(gap.difference(level), 0.2, rtol=1e-12)
-    np.testing.assert_allclose(gap.difference("sequence"), 0.2 * np.bincount(owner)[owner], rtol=1e-12)  # two tokens: .4
+    np.testing.assert_allclose(
+        gap.difference("sequence"), 0.2 * np.bincount(owner)[owner], rtol=1e-12
+    )  # two tokens: .4
 
 
 @examples(max_examples=40)
@@ -102,11 +117,21 @@ def test_differences_are_of_tokens_probabilities_and_aggregated_afterwards() -> 
     down=st.floats(-0.3, 0.0),
     up=st.floats(0, 0.3),
 )
-def test_filters_keep_what_lies_within_their_bounds_and_multiply(level: Any, seed: int, low: float, width: float, down: float, up: float) -> None:
+def test_filters_keep_what_lies_within_their_bounds_and_multiply(
+    level: Any, seed: int, low: float, width: float, down: float, up: float
+) -> None:
     batch = gapped(seed)
     ratios, differences = slow(batch, level)
     by_ratio = CorrectionFilter(agg_type=level, ratio_enabled=True, ratio_low=low, ratio_high=low + width)
-    by_both = CorrectionFilter(agg_type=level, ratio_enabled=True, ratio_low=0.7, ratio_high=2.0, diff_enabled=True, diff_low=down, diff_high=up)
+    by_both = CorrectionFilter(
+        agg_type=level,
+        ratio_enabled=True,
+        ratio_low=0.7,
+        ratio_high=2.0,
+        diff_enabled=True,
+        diff_low=down,
+        diff_high=up,
+    )
     off = CorrectionFilter(enabled=False, ratio_enabled=True, ratio_low=9, ratio_high=9)
     expected = [low <= r <= low + width and 0.7 <= r <= 2.0 and down <= d <= up for r, d in zip(ratios, differences)]
     near = [
@@ -121,9 +146,13 @@ def test_filters_keep_what_lies_within_their_bounds_and_multiply(level: Any, see
 def test_bounds_are_inclusive() -> None:
     batch = gapped()
     batch = batch.with_tokens(old_log_probs=batch.tokens["infer_log_probs"])  # every ratio is 1, every difference 0
-    edges = CorrectionFilter(ratio_enabled=True, ratio_low=1.0, ratio_high=1.0, diff_enabled=True, diff_low=0.0, diff_high=0.0)
+    edges = CorrectionFilter(
+        ratio_enabled=True, ratio_low=1.0, ratio_high=1.0, diff_enabled=True, diff_low=0.0, diff_high=0.0
+    )
     assert columns(batch, settings(None, edges))[1].all()
-    assert not columns(batch, settings(None, CorrectionFilter(ratio_enabled=True, ratio_low=1.01, ratio_high=2)))[1].any()
+    assert not columns(batch, settings(None, CorrectionFilter(ratio_enabled=True, ratio_low=1.01, ratio_high=2)))[
+        1
+    ].any()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -137,8 +166,16 @@ def test_rows_of_any_cut_get_the_same_correction(level: Any) -> None:
 def test_a_sequence_far_off_is_finite() -> None:
     batch = gapped()
     old = np.where(batch.tokens["response_mask"], np.float32(-90), np.float32(0))
-    for far in (batch.with_tokens(old_log_probs=old), batch.with_tokens(old_log_probs=batch.tokens["infer_log_probs"], infer_log_probs=old)):
-        weight, _ = columns(far, settings(ImportanceWeight(True, "sequence", None, None), CorrectionFilter(agg_type="sequence", diff_enabled=True)))
+    for far in (
+        batch.with_tokens(old_log_probs=old),
+        batch.with_tokens(old_log_probs=batch.tokens["infer_log_probs"], infer_log_probs=old),
+    ):
+        weight, _ = columns(
+            far,
+            settings(
+                ImportanceWeight(True, "sequence", None, None), CorrectionFilter(agg_type="sequence", diff_enabled=True)
+            ),
+        )
         assert np.isfinite(weight).all()
 
 
@@ -154,7 +191,9 @@ def test_filtered_tokens_have_coef_zero_and_stay_in_the_denominator() -> None:
     np.testing.assert_array_equal(update.rows.columns["coef"], np.where(keep, plain.rows.columns["coef"], 0))
     np.testing.assert_array_equal(update.rows.columns["coef"][keep], 1 / len(keep))
     np.testing.assert_array_equal(update.rows.columns["weight"], plain.rows.columns["weight"])
-    np.testing.assert_array_equal(update.rows.columns["policy_weight"], done.tokens["policy_weight"][batch.tokens["response_mask"]])
+    np.testing.assert_array_equal(
+        update.rows.columns["policy_weight"], done.tokens["policy_weight"][batch.tokens["response_mask"]]
+    )
     assert found["correction/filtered_frac"] == pytest.approx(1 - keep.mean())
 
 
@@ -176,7 +215,9 @@ def test_without_a_correction_nothing_happens() -> None:
     batch = gapped()
     for config in (settings(), settings(None, CorrectionFilter(), CorrectionFilter(enabled=False, ratio_enabled=True))):
         assert corrected(batch, config) == (batch, {})
-    nothing = batch_of([t for t in trajectories(2, 3) if not t.turns]).with_tokens(old_log_probs=np.zeros(0, np.float32))
+    nothing = batch_of([t for t in trajectories(2, 3) if not t.turns]).with_tokens(
+        old_log_probs=np.zeros(0, np.float32)
+    )
     assert corrected(nothing, settings(ImportanceWeight(True)))[1] == {}
 
 
@@ -198,8 +239,12 @@ def test_a_correction_reads_old_log_probs_so_they_are_recomputed_even_for_one_up
 
 
 def test_old_log_probs_that_are_the_samplers_leave_nothing_to_correct() -> None:
-    with pytest.raises(ConfigError, match=r"^train_infer_correction compares old log-probs .* Fix: recompute_old_logprobs: true"):
-        asyncio.run(OldLogProbs(settings(ON, actor_train=FP32), shared=True).add(gapped(), Untouched(), updates=1, version=0))
+    with pytest.raises(
+        ConfigError, match=r"^train_infer_correction compares old log-probs .* Fix: recompute_old_logprobs: true"
+    ):
+        asyncio.run(
+            OldLogProbs(settings(ON, actor_train=FP32), shared=True).add(gapped(), Untouched(), updates=1, version=0)
+        )
 
 
 class NeedsSampler:

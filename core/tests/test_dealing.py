@@ -13,11 +13,15 @@ def rows_of_lengths(lengths: list[int], rng: np.random.Generator) -> Rows:
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     mask = rng.random(int(offsets[-1])) < 0.5
     mask[offsets[:-1][np.array(lengths, int) > 0]] = False
-    return Rows(np.arange(offsets[-1], dtype=np.int32), offsets, mask, {"x": np.arange(int(mask.sum()), dtype=np.float64)})
+    return Rows(
+        np.arange(offsets[-1], dtype=np.int32), offsets, mask, {"x": np.arange(int(mask.sum()), dtype=np.float64)}
+    )
 
 
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 6))
-def test_every_sample_goes_to_one_rank_and_loads_differ_by_at_most_the_longest_sample(lengths: list[int], parts: int) -> None:
+def test_every_sample_goes_to_one_rank_and_loads_differ_by_at_most_the_longest_sample(
+    lengths: list[int], parts: int
+) -> None:
     rows = rows_of_lengths(lengths, np.random.default_rng(0))
     shares = deal(rows, parts)
     assert sorted(np.concatenate(shares).tolist()) == list(range(len(lengths)))
@@ -44,7 +48,9 @@ def test_gathered_answers_stand_where_their_tokens_do(lengths: list[int], parts:
 
 
 def test_losses_and_sums_add_up_and_the_norm_is_that_of_all() -> None:
-    merged = merge_results([UpdateResult(1.0, 3.0, {"a": (1.0, 2.0)}), UpdateResult(0.5, 3.0, {"a": (4.0, 1.0), "b": (1.0, 1.0)})])
+    merged = merge_results(
+        [UpdateResult(1.0, 3.0, {"a": (1.0, 2.0)}), UpdateResult(0.5, 3.0, {"a": (4.0, 1.0), "b": (1.0, 1.0)})]
+    )
     assert (merged.loss, merged.grad_norm) == (1.5, 3.0)
     assert merged.sums == {"a": (5.0, 3.0), "b": (1.0, 1.0)}
 

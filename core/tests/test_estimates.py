@@ -1,4 +1,5 @@
-"""Estimates by hand: tokens, memory of roles without a strategy's own count, disk, time from an earlier run, and facts that are not known."""
+"""Estimates by hand: tokens, memory of roles without a strategy's own count, disk, time from an earlier run, and facts
+that are not known."""
 
 from __future__ import annotations
 
@@ -69,7 +70,10 @@ def model(tmp_path: Path) -> Path:
 
 def test_tokens_of_a_step_by_the_limits() -> None:
     assert estimates.tokens_per_step(run_of()) == {"sampled": 2 * 5 * 4 + 6 * 3 * 6, "trained": 8 * 100}
-    assert estimates.tokens_per_step(run_of(sequence_length=10)) == {"sampled": 80, "trained": 80}  # no more fits the rows
+    assert estimates.tokens_per_step(run_of(sequence_length=10)) == {
+        "sampled": 80,
+        "trained": 80,
+    }  # no more fits the rows
 
 
 def test_memory_where_the_strategy_does_not_count(model: Path) -> None:
@@ -82,7 +86,10 @@ def test_memory_where_the_strategy_does_not_count(model: Path) -> None:
     a_layer = 4 * 8 + 2 * 8 + 2 * 4 + 3 * 16
     assert train["activations"] == 200 * (2 * 8 + a_layer) * 4 + 2 * 4 * 200 * 10
     kept = evolve(run_of().actor_train, model_args=ModelArgs(dtype="fp32", disable_gradient_checkpointing=True))
-    assert estimates.estimates(run_of(actor_train=kept), model)["memory"][1]["activations"] == 200 * 2 * a_layer * 4 + 2 * 4 * 200 * 10
+    assert (
+        estimates.estimates(run_of(actor_train=kept), model)["memory"][1]["activations"]
+        == 200 * 2 * a_layer * 4 + 2 * 4 * 200 * 10
+    )
     assert train["total"] == train["weights"] + train["activations"]
 
 
@@ -95,7 +102,10 @@ def test_memory_as_the_strategy_counts_it(model: Path) -> None:
     fewer = estimates.estimates(run_of(actor_train=budget), model)["memory"][1]
     assert fewer["activations"] == train["activations"] * 150 // 200
     packed = evolve(role, use_sequence_packing=True)
-    assert estimates.estimates(run_of(actor_train=packed), model)["memory"][1]["activations"] == train["activations"] * 100 // 200
+    assert (
+        estimates.estimates(run_of(actor_train=packed), model)["memory"][1]["activations"]
+        == train["activations"] * 100 // 200
+    )
 
 
 def test_the_reference_and_the_critic_count_where_they_are_loaded(model: Path) -> None:
@@ -135,7 +145,11 @@ def test_images_are_counted_at_most_where_the_model_reads_them(model: Path) -> N
 
 def test_main_memory_holds_a_column_of_each_model(model: Path) -> None:
     role = run_of().actor_train
-    assert estimates.estimates(run_of(), model)["cpu"] == {"rollout": 17 * 800, "log_probs": 4 * 800, "advantages": 8 * 800}
+    assert estimates.estimates(run_of(), model)["cpu"] == {
+        "rollout": 17 * 800,
+        "log_probs": 4 * 800,
+        "advantages": 8 * 800,
+    }
     assert estimates.estimates(run_of(init_kl_coef=0.1), model)["cpu"]["log_probs"] == 8 * 800
     assert estimates.estimates(run_of(init_kl_coef=0.1, critic=role), model)["cpu"]["log_probs"] == 12 * 800
 
@@ -145,7 +159,10 @@ def test_what_does_not_fit_is_told_of_devices_alone(model: Path) -> None:
     assert estimates.warnings(estimates.estimates(on_cpu, model, device_gb=1e-6), on_cpu) == []
     on_gpu = run_of(actor_train=evolve(on_cpu.actor_train, device_mapping=(0,)))
     (line,) = estimates.warnings(estimates.estimates(on_gpu, model, device_gb=1e-6), on_gpu)
-    assert line.startswith("actor_train: about 0 GB in training is too much for a device of 1e-06 GB. Fix: lower per_device_train_batch_size (2;")
+    assert line.startswith(
+        "actor_train: about 0 GB in training is too much for a device of 1e-06 GB. Fix: lower"
+        " per_device_train_batch_size (2;"
+    )
     assert estimates.warnings(estimates.estimates(on_gpu, model), on_gpu) == []
 
 
@@ -158,7 +175,9 @@ def test_an_unknown_model_is_said_to_be_unknown(tmp_path: Path) -> None:
         assert "checkpoint unknown" in text
 
 
-@pytest.mark.parametrize("text", ["not json", "[]", "{}", '{"model_type": "mamba"}', '{"model_type": "llama", "hidden_size": "x"}'])
+@pytest.mark.parametrize(
+    "text", ["not json", "[]", "{}", '{"model_type": "mamba"}', '{"model_type": "llama", "hidden_size": "x"}']
+)
 def test_a_config_that_cannot_be_counted_is_unknown(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     assert read_facts(tmp_path / "config.json") is None
@@ -188,7 +207,9 @@ def test_time_from_an_earlier_run_by_hand(tmp_path: Path) -> None:
     values = estimates.times(config, tmp_path)
     assert values["phases"] == {"actor_train": 3.0, "rollout": 3.0}
     assert (values["step"], values["evaluation"], values["save"]) == (6.0, 15.0, 3.0)
-    assert values["total"] == 10 * 6.0 + 4 * 15.0 + 2 * 3.0  # before steps 0, 4, 8 and at the end; after step 5 and at the end
+    assert (
+        values["total"] == 10 * 6.0 + 4 * 15.0 + 2 * 3.0
+    )  # before steps 0, 4, 8 and at the end; after step 5 and at the end
     assert estimates.times(run_of(), tmp_path / "metrics.jsonl")["total"] == 10 * 6.0 + 3.0
 
 

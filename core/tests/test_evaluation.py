@@ -34,7 +34,9 @@ class Scheduler:
         self.rendered.append(render)
         await asyncio.sleep(0)
         frames = {("Toy", 0, 0): ["a lamp", "a dark lamp"]} if render else {}
-        return RolloutResult([evolve(one, tag="Toy") for one in trajectories(3, 1)], [], {}, frames, ["Toy, group 1: it broke."])
+        return RolloutResult(
+            [evolve(one, tag="Toy") for one in trajectories(3, 1)], [], {}, frames, ["Toy, group 1: it broke."]
+        )
 
 
 class Room:
@@ -45,7 +47,9 @@ class Room:
         self.logger = FakeLogger(FakeLoggerConfig(), None)  # type: ignore[arg-type]
         self.progress, self.clock, self.stop = Progress(), Clock(), asyncio.Event()
         tracking = Tracking([("fake", self.logger)])
-        self.evaluation = Evaluation(self.config, Path(), scheduler, tracking, self.progress, Guard(self.stop, []), self.clock)
+        self.evaluation = Evaluation(
+            self.config, Path(), scheduler, tracking, self.progress, Guard(self.stop, []), self.clock
+        )
 
 
 def test_it_is_due_every_eval_steps_and_at_the_end_where_there_is_something_to_play(toy: Toy) -> None:

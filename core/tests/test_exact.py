@@ -18,11 +18,16 @@ from turnwise.data.exact import decode, encode
 from turnwise.data.trajectory import Sample, Trajectory, Turn, float32, int32
 
 KEYS = st.one_of(st.text(max_size=4), st.integers(), st.booleans(), st.tuples(st.integers(), st.text(max_size=2)))
-LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=8), st.binary(max_size=8))
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=8), st.binary(max_size=8)
+)
 VALUES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.tuples(inner, inner), st.dictionaries(KEYS, inner, max_size=3), st.frozensets(st.integers(), max_size=3)
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(KEYS, inner, max_size=3),
+        st.frozensets(st.integers(), max_size=3),
     ),
     max_leaves=8,
 )
@@ -67,8 +72,18 @@ def test_a_trajectory_and_its_samples_come_back_whole() -> None:
         int32([1, 2]), int32([3]), np.array([True]), float32([-0.1]), int32([4]), 0.5, anchor=("s", 1, 1.0, True), observation=[{"role": "user"}],
         images=(0,), metrics={"m": float("nan")}, extras={"experts": np.full((1, 2, 2), -1, np.int16), "action": "Left"},
     )  # fmt: skip
-    trajectory = Trajectory("T", 3, 1, 2**70, (turn,), "length", success=None, images=(np.ones((2, 2, 3), np.uint8),), metrics={"a": 1.0})
-    sample = Sample(int32([1, 2, 3]), np.array([False, False, True]), int32([-1, -1, 0]), None, int32([-1, -1, 4]), (0,), {"c": np.zeros((3, 2))})
+    trajectory = Trajectory(
+        "T", 3, 1, 2**70, (turn,), "length", success=None, images=(np.ones((2, 2, 3), np.uint8),), metrics={"a": 1.0}
+    )
+    sample = Sample(
+        int32([1, 2, 3]),
+        np.array([False, False, True]),
+        int32([-1, -1, 0]),
+        None,
+        int32([-1, -1, 4]),
+        (0,),
+        {"c": np.zeros((3, 2))},
+    )
     assert same(decode(*encode([trajectory, [sample]])), [trajectory, [sample]])
 
 
@@ -85,7 +100,10 @@ class Names(frozenset[str]):
     pass
 
 
-@pytest.mark.parametrize("value", [Place(1, (2, 3)), {Place(0, ()): Way.UP}, (Place(1, ()), Way.UP), Names("ab"), OrderedDict(a=Place(2, (1,)))])
+@pytest.mark.parametrize(
+    "value",
+    [Place(1, (2, 3)), {Place(0, ()): Way.UP}, (Place(1, ()), Way.UP), Names("ab"), OrderedDict(a=Place(2, (1,)))],
+)
 def test_what_derives_from_a_plain_type_comes_back_equal_to_what_it_was(value: Any) -> None:
     turn = Turn(int32([1]), int32([2]), np.array([True]), None, int32([0]), 0.0, anchor=value)
     back = decode(*encode(turn)).anchor
@@ -115,7 +133,9 @@ def test_data_that_looks_like_the_format_stays_data() -> None:
     assert same(decode(*encode(value)), value)
 
 
-@pytest.mark.parametrize(("value", "text"), [({"a": object()}, r"it\['a'\] is a object"), (np.array([None]), "array of Python objects")])
+@pytest.mark.parametrize(
+    ("value", "text"), [({"a": object()}, r"it\['a'\] is a object"), (np.array([None]), "array of Python objects")]
+)
 def test_what_cannot_be_written_exactly_is_refused(value: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         encode(value)

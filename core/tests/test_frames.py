@@ -49,7 +49,11 @@ def test_episodes_without_frames_leave_no_file(tmp_path: Path) -> None:
 def test_images_without_pillow_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(
-        MachineError, match=r"^frames need Pillow, not installed\. Fix: pip install 'turnwise\[render\]', or leave render_save_dir out\.$"
+        MachineError,
+        match=(
+            r"^frames need Pillow, not installed\. Fix: pip install 'turnwise\[render\]', or leave render_save_dir"
+            r" out\.$"
+        ),
     ):
         list(frames.write(tmp_path, {("T", 0, 0): pictures(1)}))
 

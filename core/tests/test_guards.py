@@ -1,4 +1,5 @@
-"""One run at a time in an output folder, and what ends its waiting: Ctrl-C, whatever the event loop does, and the end of a role."""
+"""One run at a time in an output folder, and what ends its waiting: Ctrl-C, whatever the event loop does, and the end
+of a role."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_ended_ho
         assert first.stdout is not None
         assert first.stdout.readline() == "held\n"
         with (
-            pytest.raises(MachineError, match=r"another run is writing into .* Fix: wait for its end, or choose another output_dir"),
+            pytest.raises(
+                MachineError,
+                match=r"another run is writing into .* Fix: wait for its end, or choose another output_dir",
+            ),
             alone_in(tmp_path),
         ):
             pass

@@ -1,4 +1,5 @@
-"""From episodes to updates: what the roles are asked and in which order, what travels from step to step, and where numpy works."""
+"""From episodes to updates: what the roles are asked and in which order, what travels from step to step, and where
+numpy works."""
 
 from __future__ import annotations
 
@@ -79,7 +80,16 @@ class Room:
         self.estimator, self.clock, self.reporting = Watched(), Clock(), Reporting()
         backend: Any = None
         training: Any = {"actor_train": self.actor}
-        roles: Any = Roles(backend, self.actor, backend, self.reference, reference, self.critic, "fake", Colocation(config, training, backend))  # type: ignore[arg-type]
+        roles: Any = Roles(
+            backend,
+            self.actor,
+            backend,
+            self.reference,
+            reference,
+            self.critic,
+            "fake",
+            Colocation(config, training, backend),
+        )  # type: ignore[arg-type]
         self.learner = Learner(config, roles, self.estimator, self.clock, config.init_kl_coef, self.reporting)
 
     def step(self, number: int, played: list[Trajectory]) -> dict[str, float]:
@@ -148,7 +158,9 @@ def test_the_kl_coefficient_adapts_once_a_step_and_is_there_for_the_checkpoint(t
     first = room.step(0, trajectories())
     assert first["critic/kl_coef"] == 0.1
     assert first["critic/kl"] == 0.0  # both answer −1
-    expected = 0.1 * (1 - 0.2 * sum(any(turn.response_mask.any() for turn in one.turns) for one in trajectories()) / 100)
+    expected = 0.1 * (
+        1 - 0.2 * sum(any(turn.response_mask.any() for turn in one.turns) for one in trajectories()) / 100
+    )
     assert room.learner.kl_coef == pytest.approx(expected)
     used = room.learner.kl_coef
     assert room.step(1, trajectories())["critic/kl_coef"] == used
@@ -162,7 +174,9 @@ def test_filtered_groups_are_counted_and_not_learnt(toy: Toy) -> None:
     assert rows < 11  # of eleven trajectories with a row
 
 
-def test_a_step_without_a_sampled_token_is_reported_and_learns_nothing(toy: Toy, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_without_a_sampled_token_is_reported_and_learns_nothing(
+    toy: Toy, caplog: pytest.LogCaptureFixture
+) -> None:
     room = Room(toy)
     out = room.step(3, [evolve(one, turns=()) for one in trajectories(1, 2)])
     assert [len(update.rows) for update in room.actor.updates if len(update.rows)] == []

@@ -56,7 +56,10 @@ class Backend(Worker):
 @pytest.fixture(autouse=True)
 def _registry() -> Iterator[None]:
     reset_registry()
-    records = (("train_strategy", Implementation("worker", Worker)), ("inference_backend", Implementation("backend", Backend)))
+    records = (
+        ("train_strategy", Implementation("worker", Worker)),
+        ("inference_backend", Implementation("backend", Backend)),
+    )
     registry()._entries.extend(Entry(kind, record, "test", "turnwise-test", "1") for kind, record in records)
     Worker.closed.clear()
     Worker.gate.clear()
@@ -114,7 +117,9 @@ def test_the_event_loop_stays_free_while_a_strategy_works() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("raised", [ValueError("bad row"), TrainerError("out of memory"), TimeoutError("its own"), KeyError("x")])
+@pytest.mark.parametrize(
+    "raised", [ValueError("bad row"), TrainerError("out of memory"), TimeoutError("its own"), KeyError("x")]
+)
 def test_an_exception_is_raised_where_it_was_called_and_the_role_lives_on(raised: Exception) -> None:
     async def run() -> None:
         here = runtime()
@@ -146,7 +151,10 @@ def test_a_call_past_the_timeout_names_role_and_method_and_closing_does_not_wait
     async def run() -> None:
         here = runtime(timeout=0.05)
         role = await here.train(plan(role="critic"))
-        with pytest.raises(TrainerError, match=r"^critic: wait did not end within runtime_timeout = 0\.05 s\. Fix: raise runtime_timeout, or lower"):
+        with pytest.raises(
+            TrainerError,
+            match=r"^critic: wait did not end within runtime_timeout = 0\.05 s\. Fix: raise runtime_timeout, or lower",
+        ):
             await role.run("wait", lambda worker: worker.wait())
         await here.close()  # waiting for it would be another timeout
 
@@ -172,7 +180,9 @@ def test_a_cancelled_call_leaves_the_strategy_behind_at_once() -> None:
     assert ended()
 
 
-def test_after_a_call_that_was_given_up_the_next_waits_for_its_end_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_call_that_was_given_up_the_next_waits_for_its_end_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("turnwise.pipeline.local.GRACE_SECONDS", 0.2)
     asked = threading.Event()
 
@@ -248,7 +258,9 @@ def test_a_backend_is_placed_as_it_is_in_this_thread() -> None:
     asyncio.run(run())
 
 
-def test_environment_variables_of_roles_are_there_when_they_are_built_and_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_of_roles_are_there_when_they_are_built_and_gone_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OF_THE_SHELL", "before")
     monkeypatch.delenv("OF_THE_ROLE", raising=False)
     seen: list[tuple[str | None, str | None]] = []
@@ -258,11 +270,15 @@ def test_environment_variables_of_roles_are_there_when_they_are_built_and_gone_a
             super().__init__(config, context)
             seen.append((os.environ.get("OF_THE_SHELL"), os.environ.get("OF_THE_ROLE")))
 
-    registry()._entries.append(Entry("train_strategy", Implementation("curious", Curious), "test", "turnwise-test", "1"))
+    registry()._entries.append(
+        Entry("train_strategy", Implementation("curious", Curious), "test", "turnwise-test", "1")
+    )
 
     async def run() -> None:
         here = runtime()
-        await here.train(TrainPlan("actor_train", "curious", None, "a", environment={"OF_THE_SHELL": "role", "OF_THE_ROLE": "1"}))
+        await here.train(
+            TrainPlan("actor_train", "curious", None, "a", environment={"OF_THE_SHELL": "role", "OF_THE_ROLE": "1"})
+        )
         await here.train(TrainPlan("reference", "curious", None, "b", environment={"OF_THE_SHELL": "role"}))
         await here.close()
 

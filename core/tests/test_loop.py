@@ -23,7 +23,8 @@ Toy = Callable[..., Path]
 
 
 class Rooms:
-    """All rooms in one: every call is noted in `seen`. `stop_at`: the call that asks for a stop; `fails`: calls that raise."""
+    """All rooms in one: every call is noted in `seen`. `stop_at`: the call that asks for a stop; `fails`: calls that
+    raise."""
 
     def __init__(self, every: int, fails: dict[str, Exception] | None = None, stop_at: str = "") -> None:
         self.seen: list[str] = []
@@ -103,7 +104,9 @@ def loop(toy: Toy, rooms: Rooms, **changes: Any) -> Loop:
     config = load(toy(**changes)).config
     (Path(config.output_dir)).mkdir(exist_ok=True)
     # A checkpoint is due after every odd number of steps, an evaluation before every even one.
-    saving = SimpleNamespace(due=lambda done: done < config.max_steps and done % 2 == 1, save=rooms.save, rescue=rooms.rescue)
+    saving = SimpleNamespace(
+        due=lambda done: done < config.max_steps and done % 2 == 1, save=rooms.save, rescue=rooms.rescue
+    )
     room: Any = rooms
     return Loop(
         config=config, rollouts=room, learner=room, weights=room, evaluation=room, saving=saving, colocation=room,  # type: ignore[arg-type]
@@ -153,9 +156,17 @@ def test_a_run_resumed_after_its_last_step_reports_and_saves_nothing(toy: Toy) -
 @pytest.mark.parametrize(
     ("asked", "seen", "done"),
     [
-        ("next 1, version 1", [*step(0), "save 1", "next 1, version 1"], 1),  # the rollout is given up, and step 1 is saved already
+        (
+            "next 1, version 1",
+            [*step(0), "save 1", "next 1, version 1"],
+            1,
+        ),  # the rollout is given up, and step 1 is saved already
         ("learn 1", [*step(0), "save 1", *step(1), "save 2"], 2),  # what changes weights is done to its end
-        ("learn 2", [*step(0), "save 1", *step(1), *step(2), "save 3", *evaluated(3), "log 3"], 3),  # nothing is left to stop
+        (
+            "learn 2",
+            [*step(0), "save 1", *step(1), *step(2), "save 3", *evaluated(3), "log 3"],
+            3,
+        ),  # nothing is left to stop
     ],
 )
 def test_a_stop_ends_the_run_where_everything_done_is_saved(toy: Toy, asked: str, seen: list[str], done: int) -> None:
@@ -176,7 +187,9 @@ def test_an_evaluation_that_is_stopped_saves_the_steps_before_it(toy: Toy) -> No
     assert rooms.seen[-2:] == ["evaluate 2", "save 2"]
 
 
-@pytest.mark.parametrize(("call", "error"), [("next 1, version 1", EngineError("gone")), ("learn 1", TrainerError("out of chalk"))])
+@pytest.mark.parametrize(
+    ("call", "error"), [("next 1, version 1", EngineError("gone")), ("learn 1", TrainerError("out of chalk"))]
+)
 def test_a_failure_ends_the_run_with_nothing_more_called_where_all_is_saved_or_weights_are_of_no_version(
     toy: Toy, call: str, error: Exception
 ) -> None:
@@ -200,7 +213,9 @@ def test_a_failure_ends_the_run_with_nothing_more_called_where_all_is_saved_or_w
         ("publish 1", ["log 0", "rescue 1"]),
     ],
 )
-def test_a_failure_leaves_a_checkpoint_of_the_newest_whole_weights_and_their_metrics(toy: Toy, call: str, then: list[str]) -> None:
+def test_a_failure_leaves_a_checkpoint_of_the_newest_whole_weights_and_their_metrics(
+    toy: Toy, call: str, then: list[str]
+) -> None:
     rooms = Rooms(every=100, fails={call: EngineError("gone")})
     with pytest.raises(EngineError, match="gone"):
         asyncio.run(loop(toy, rooms).run(0))

@@ -56,7 +56,8 @@ def test_a_limit_below_one_is_refused(function: object) -> None:
 
 
 def test_a_sample_goes_to_the_row_where_the_least_room_is_left() -> None:
-    # Rows of 10, longest first: 7 opens a row (3 left), 6 another (4 left); 4 fits the second exactly, 3 the first, 2 and 1 open a third.
+    # Rows of 10, longest first: 7 opens a row (3 left), 6 another (4 left); 4 fits the second exactly, 3 the first, 2
+    # and 1 open a third.
     rows = pack(np.array([4, 7, 1, 6, 3, 2]), 10)
     assert [row.tolist() for row in rows] == [[1, 4], [3, 0], [5, 2]]
 
@@ -64,12 +65,18 @@ def test_a_sample_goes_to_the_row_where_the_least_room_is_left() -> None:
 def test_packed_rows_are_as_wide_as_the_longest_sample_and_as_many_as_the_budget_holds() -> None:
     lengths = np.array([4, 7, 1, 6, 3, 2])
     assert [[row.tolist() for row in group] for group in packed(lengths, 14)] == [[[1], [3, 2]], [[0, 4], [5]]]
-    assert [[row.tolist() for row in group] for group in packed(lengths, 14, one_row=True)] == [[[1, 3, 2]], [[0, 4, 5]]]
+    assert [[row.tolist() for row in group] for group in packed(lengths, 14, one_row=True)] == [
+        [[1, 3, 2]],
+        [[0, 4, 5]],
+    ]
 
 
 def test_a_sample_over_the_budget_is_not_cut() -> None:
     assert [[row.tolist() for row in group] for group in packed(np.array([2, 40, 2]), 8)] == [[[1]], [[0, 2]]]
-    assert [[row.tolist() for row in group] for group in packed(np.array([2, 40, 2]), 8, one_row=True)] == [[[1]], [[0, 2]]]
+    assert [[row.tolist() for row in group] for group in packed(np.array([2, 40, 2]), 8, one_row=True)] == [
+        [[1]],
+        [[0, 2]],
+    ]
 
 
 @given(LENGTHS, st.integers(1, 120), st.booleans())
@@ -86,7 +93,9 @@ def test_packing_keeps_every_sample_once_within_the_budget(lengths: list[int], b
 
 def test_padding_is_counted_by_hand() -> None:
     lengths = np.array([4, 2, 3])
-    assert non_padding_share(lengths, [[np.array([0]), np.array([1])], [np.array([2])]]) == pytest.approx(9 / 11)  # 2 × 4, then 3
+    assert non_padding_share(lengths, [[np.array([0]), np.array([1])], [np.array([2])]]) == pytest.approx(
+        9 / 11
+    )  # 2 × 4, then 3
     assert non_padding_share(lengths, [[np.array([0]), np.array([1, 2])]]) == pytest.approx(9 / 10)
     assert non_padding_share(np.zeros(0, np.int64), []) == 1.0
 

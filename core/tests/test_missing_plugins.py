@@ -1,4 +1,5 @@
-"""What the commands say where plugins are missing or two answer to one name: distributions, the command that installs them."""
+"""What the commands say where plugins are missing or two answer to one name: distributions, the command that installs
+them."""
 
 from __future__ import annotations
 
@@ -61,10 +62,14 @@ def test_what_no_plugin_brings_is_reported_with_the_mistakes(toy: Toy) -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "check", "train"])
-def test_two_plugins_of_one_name_are_a_mistake_and_nothing_that_the_machine_lacks(toy: Toy, tmp_path: Path, command: str) -> None:
+def test_two_plugins_of_one_name_are_a_mistake_and_nothing_that_the_machine_lacks(
+    toy: Toy, tmp_path: Path, command: str
+) -> None:
     (tmp_path / "second.py").write_text(SECOND, encoding="utf-8")
     tag = {"env_type": "fake_env", "env_manager": "fake"}
-    got = turnwise(command, toy(plugins=["turnwise.testing.plugin", "./players.py", "./second.py"], custom_envs={"Toy": tag}))
+    got = turnwise(
+        command, toy(plugins=["turnwise.testing.plugin", "./players.py", "./second.py"], custom_envs={"Toy": tag})
+    )
     assert got.exit_code == 2
     (line,) = got.stderr.splitlines()
     assert line.startswith("error: ")

@@ -24,12 +24,23 @@ SCORES = [0.8, 0.6, 0.9, 0.5, 0.7, 0.4, 0.85, 0.75]
 NORMALISED = [0.643793, -0.500728, 1.216053, -1.072988, 0.071533, -1.645248, 0.929923, 0.357663]
 
 
-def make_batch(rewards: list[list[float]], groups: list[int], tags: list[str] | None = None, rows: list[int] | None = None) -> Batch:
-    """One sampled token per turn; a trajectory's turns stand in one row, followed by `rows[i]` − 1 rows without a sampled token."""
+def make_batch(
+    rewards: list[list[float]], groups: list[int], tags: list[str] | None = None, rows: list[int] | None = None
+) -> Batch:
+    """One sampled token per turn; a trajectory's turns stand in one row, followed by `rows[i]` − 1 rows without a
+    sampled token."""
     trajectories, samples = [], []
     for i, mine in enumerate(rewards):
         turns = tuple(
-            Turn(np.zeros(1, np.int32), np.ones(1, np.int32), np.ones(1, np.bool_), None, np.zeros(1, np.int32), reward, anchor=k)
+            Turn(
+                np.zeros(1, np.int32),
+                np.ones(1, np.int32),
+                np.ones(1, np.bool_),
+                None,
+                np.zeros(1, np.int32),
+                reward,
+                anchor=k,
+            )
             for k, reward in enumerate(mine)
         )
         trajectories.append(Trajectory(tags[i] if tags else "A", groups[i], i, 0, turns, "terminated"))
@@ -55,7 +66,9 @@ def test_mean_std_reference_numbers(method: Any) -> None:
 
 def test_mean_subtracts_and_identity_keeps() -> None:
     batch = scored(SCORES, [0] * 8)
-    np.testing.assert_allclose(normalise_scores(batch, RewardNormalization(method="mean")), np.array(SCORES) - 0.6875, atol=1e-12)
+    np.testing.assert_allclose(
+        normalise_scores(batch, RewardNormalization(method="mean")), np.array(SCORES) - 0.6875, atol=1e-12
+    )
     np.testing.assert_allclose(normalise_scores(batch, None), SCORES)
 
 
@@ -97,7 +110,9 @@ def test_deviation_just_above_the_threshold_is_a_signal() -> None:
 
 
 def test_members_that_do_not_train_are_ignored_and_get_zero() -> None:
-    batch = make_batch([[1], [2], [6], [1e9]], [0, 0, 0, 0]).with_trajectories(trains=np.array([True, True, True, False]))
+    batch = make_batch([[1], [2], [6], [1e9]], [0, 0, 0, 0]).with_trajectories(
+        trains=np.array([True, True, True, False])
+    )
     settings = RewardNormalization(method="mean")
     assert normalise_scores(batch, settings).tolist() == [-2, -1, 3, 0]
     assert normalised_token_rewards(batch, settings)[batch.sampled].tolist() == [-2, -1, 3, 0]
@@ -109,14 +124,21 @@ def test_count_sample_counts_a_trajectory_once_per_row() -> None:
     batch = scored([0, 3], [0, 0], rows=[2, 1])
     rows = np.array([0.0, 0.0, 3.0])
     expected = (np.array([0.0, 3.0]) - rows.mean()) / (rows.std(ddof=1) + 1e-6)
-    np.testing.assert_allclose(normalise_scores(batch, RewardNormalization(method="mean_std", count="sample")), expected)
+    np.testing.assert_allclose(
+        normalise_scores(batch, RewardNormalization(method="mean_std", count="sample")), expected
+    )
 
 
 def test_turns_are_normalised_over_turns_also_within_a_trajectory() -> None:
     batch = make_batch([[0, 0, 0], [0]], [0, 0])
     values = np.array([1.0, 2.0, 3.0, 6.0])
     assert normalise_turns(batch, values, RewardNormalization(method="mean")).tolist() == [-2, -1, 0, 3]
-    assert normalise_turns(batch, values, RewardNormalization(grouping="traj_id", method="mean")).tolist() == [-1, 0, 1, 0]
+    assert normalise_turns(batch, values, RewardNormalization(grouping="traj_id", method="mean")).tolist() == [
+        -1,
+        0,
+        1,
+        0,
+    ]
 
 
 def test_traj_id_is_refused_for_scores() -> None:
@@ -131,7 +153,9 @@ def test_traj_id_is_refused_for_scores() -> None:
 def test_settle_fills_only_what_is_not_given() -> None:
     assert settle(None, method="mean_std") == RewardNormalization(grouping="traj_group_id", method="mean_std")
     assert settle(RewardNormalization(method="mean"), method="mean_std").method == "mean"
-    assert settle(RewardNormalization(grouping="batch"), method="mean_std") == RewardNormalization(grouping="batch", method="mean_std")
+    assert settle(RewardNormalization(grouping="batch"), method="mean_std") == RewardNormalization(
+        grouping="batch", method="mean_std"
+    )
 
 
 def test_an_unknown_method_is_a_value_error() -> None:
@@ -166,10 +190,16 @@ def slow_normalise(values: list[float], labels: list[int], method: str) -> list[
 
 
 @given(
-    members=st.lists(st.tuples(st.integers(0, 3), st.lists(st.sampled_from([0.0, 0.5, -1.0, 2.0, 0.1]), max_size=4)), min_size=1, max_size=12),
+    members=st.lists(
+        st.tuples(st.integers(0, 3), st.lists(st.sampled_from([0.0, 0.5, -1.0, 2.0, 0.1]), max_size=4)),
+        min_size=1,
+        max_size=12,
+    ),
     method=st.sampled_from(["mean", "mean_std"]),
 )
-def test_scores_and_token_rewards_equal_the_loop_and_each_other(members: list[tuple[int, list[float]]], method: Any) -> None:
+def test_scores_and_token_rewards_equal_the_loop_and_each_other(
+    members: list[tuple[int, list[float]]], method: Any
+) -> None:
     members = sorted(members, key=lambda m: m[0])
     batch = make_batch([rewards for _, rewards in members], [group for group, _ in members])
     expected = slow_normalise([sum(rewards) for _, rewards in members], [group for group, _ in members], method)

@@ -57,10 +57,14 @@ class Actor:
 @pytest.mark.parametrize("version", [3, 2])
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_the_choice_follows_from_the_settings_and_the_data(mode: str, shared: bool, known: bool, version: int, updates: int, beta: float) -> None:
+def test_the_choice_follows_from_the_settings_and_the_data(
+    mode: str, shared: bool, known: bool, version: int, updates: int, beta: float
+) -> None:
     batch, here = sampled(known, version), chooser(mode, shared, beta)
     if mode == "false" and not known:
-        with pytest.raises(ConfigError, match=r"^recompute_old_logprobs: false needs the sampler's log-probs, and it gave none"):
+        with pytest.raises(
+            ConfigError, match=r"^recompute_old_logprobs: false needs the sampler's log-probs, and it gave none"
+        ):
             here.choose(batch, updates, 3)
         return
     own = shared and known and version == 3  # the sampler's are the trainer's own
@@ -95,7 +99,9 @@ def added(here: OldLogProbs, batch: Batch, actor: Any, updates: int = 2) -> np.n
 
 def test_the_samplers_are_copied_without_a_pass() -> None:
     batch, actor = sampled(), Actor()
-    np.testing.assert_array_equal(added(chooser(), batch, actor), batch.tokens["infer_log_probs"][batch.tokens["response_mask"]])
+    np.testing.assert_array_equal(
+        added(chooser(), batch, actor), batch.tokens["infer_log_probs"][batch.tokens["response_mask"]]
+    )
     assert actor.asked == []
 
 

@@ -39,7 +39,9 @@ def test_discounted_equals_the_backward_loop(runs: list[list[float]], gamma: flo
     values = [x for run in runs for x in run]
     labels = [i for i, run in enumerate(runs) for _ in run]
     np.testing.assert_allclose(
-        discounted_sums(np.array(values), np.array(labels, np.int64), gamma), slow_discounted(values, gamma, labels), atol=1e-9
+        discounted_sums(np.array(values), np.array(labels, np.int64), gamma),
+        slow_discounted(values, gamma, labels),
+        atol=1e-9,
     )
 
 
@@ -98,7 +100,8 @@ def test_whiten_of_fewer_than_two_values_changes_nothing_and_of_equal_ones_gives
 
 
 def small_batch() -> Batch:
-    """Trajectory 0: turn 0 sampled two tokens, turn 1 one, in two rows of which the later turn stands first; trajectory 1: nothing sampled."""
+    """Trajectory 0: turn 0 sampled two tokens, turn 1 one, in two rows of which the later turn stands first; trajectory
+    1: nothing sampled."""
     none = np.zeros(0, np.int32)
     turns = tuple(Turn(none, none, np.zeros(0, np.bool_), None, none, 1.0, None) for _ in range(2))
     played = [Trajectory("A", 0, member, 0, turns, "terminated") for member in range(2)]

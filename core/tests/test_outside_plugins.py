@@ -1,4 +1,5 @@
-"""A loss and an estimator in one file outside the repository: their options, checks and health remarks work with no line in the core."""
+"""A loss and an estimator in one file outside the repository: their options, checks and health remarks work with no
+line in the core."""
 
 from __future__ import annotations
 
@@ -102,7 +103,9 @@ def test_checks_are_reported_at_the_place_of_the_option(outside: Callable[..., L
 def test_capabilities_decide_warnings(outside: Callable[..., Loaded]) -> None:
     assert any("pg_variant 'fence' does not use the ratio" in line for line in outside(ratio_type="segment").warnings)
     alone = {"num_env_groups": 4, "group_size": 1, "tags": ["Toy"]}
-    assert any("group_size 1 leaves 'ladder' no other trajectory" in line for line in outside(train_env_manager=alone).warnings)
+    assert any(
+        "group_size 1 leaves 'ladder' no other trajectory" in line for line in outside(train_env_manager=alone).warnings
+    )
 
 
 def test_health_remarks_follow_what_they_declare(outside: Callable[..., Loaded]) -> None:

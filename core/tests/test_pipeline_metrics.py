@@ -21,10 +21,14 @@ from turnwise.testing.synthetic import row_per_turn
 def turn(prompt: int, sampled: int, reward: float, appended: int = 0) -> Turn:
     mask = np.array([True] * sampled + [False] * appended, np.bool_)
     ids = int32(range(1, sampled + appended + 1))
-    return Turn(int32(range(1, prompt + 1)), ids, mask, np.zeros(len(ids), np.float32), int32([0] * len(ids)), reward, None)
+    return Turn(
+        int32(range(1, prompt + 1)), ids, mask, np.zeros(len(ids), np.float32), int32([0] * len(ids)), reward, None
+    )
 
 
-def episode(group: int, member: int, turns: list[Turn], success: bool | None, stop: Any = "terminated", **more: Any) -> Trajectory:
+def episode(
+    group: int, member: int, turns: list[Turn], success: bool | None, stop: Any = "terminated", **more: Any
+) -> Trajectory:
     return Trajectory("T", group, member, 1, tuple(turns), stop, success, **more)
 
 
@@ -71,7 +75,8 @@ def test_scores_groups_and_lengths(batch: Batch) -> None:
 
 def test_groups_that_all_win_or_all_lose_are_counted() -> None:
     played = [
-        evolve(PLAYED[2], group=g, member=m, success=won) for g, m, won in ((0, 0, True), (0, 1, True), (1, 0, False), (1, 1, False), (2, 0, True))
+        evolve(PLAYED[2], group=g, member=m, success=won)
+        for g, m, won in ((0, 0, True), (0, 1, True), (1, 0, False), (1, 1, False), (2, 0, True))
     ]
     got = metrics.batch_metrics(build_batch(played, [row_per_turn(t) for t in played]))
     assert (got["group/all_correct_ratio"], got["group/all_wrong_ratio"]) == pytest.approx((2 / 3, 1 / 3))
@@ -144,14 +149,27 @@ def test_per_token_metrics_are_weighted_over_all_updates_of_the_step() -> None:
     got = metrics.update_metrics(results)
     assert math.isnan(got.pop("policy/clip_frac"))
     assert got == pytest.approx(
-        {"policy/loss": 2.0, "policy/grad_norm": 2.0, "policy/updates": 2, "policy/skipped_updates": 0, "policy/entropy": 4 / 40, "policy/kl": 0.5}
+        {
+            "policy/loss": 2.0,
+            "policy/grad_norm": 2.0,
+            "policy/updates": 2,
+            "policy/skipped_updates": 0,
+            "policy/entropy": 4 / 40,
+            "policy/kl": 0.5,
+        }
     )
     assert metrics.update_metrics(results[:1], "critic")["critic/updates"] == 1
 
 
 def test_skipped_updates_are_counted_and_stay_out_of_the_means() -> None:
     results = [UpdateResult(1.0, 3.0, {"policy/kl": (4.0, 8.0)}), UpdateResult(math.nan, math.inf, skipped=True)]
-    expected = {"policy/loss": 1.0, "policy/grad_norm": 3.0, "policy/updates": 2, "policy/skipped_updates": 1, "policy/kl": 0.5}
+    expected = {
+        "policy/loss": 1.0,
+        "policy/grad_norm": 3.0,
+        "policy/updates": 2,
+        "policy/skipped_updates": 1,
+        "policy/kl": 0.5,
+    }
     assert metrics.update_metrics(results) == expected
     assert metrics.update_metrics([]) == {}
 
@@ -184,5 +202,11 @@ def test_the_mean_reward_is_that_of_the_normalised_scores(batch: Batch) -> None:
     batch = batch.with_tokens(advantages=np.zeros(len(batch.tokens)))
     by_group = RewardNormalization(grouping="traj_group_id", method="mean")
     assert metrics.advantage_metrics(batch, by_group)["critic/reward/mean"] == pytest.approx(0.0)
-    for as_it_is in (None, RewardNormalization(grouping="traj_id", method="mean"), RewardNormalization(grouping="batch", method="identity")):
-        assert metrics.advantage_metrics(batch, as_it_is)["critic/reward/mean"] == pytest.approx(float(batch.trajectories["scores"].mean()))
+    for as_it_is in (
+        None,
+        RewardNormalization(grouping="traj_id", method="mean"),
+        RewardNormalization(grouping="batch", method="identity"),
+    ):
+        assert metrics.advantage_metrics(batch, as_it_is)["critic/reward/mean"] == pytest.approx(
+            float(batch.trajectories["scores"].mean())
+        )

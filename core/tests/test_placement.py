@@ -44,7 +44,11 @@ JOINED = RuntimeCapabilities(counts_devices=False)
     ],
 )
 def test_a_role_gets_what_it_names_else_what_no_role_names(
-    runtime: RuntimeCapabilities, visible: int, train: tuple[int, ...], infer: tuple[int, ...], expected: tuple[tuple[int, ...], tuple[int, ...]]
+    runtime: RuntimeCapabilities,
+    visible: int,
+    train: tuple[int, ...],
+    infer: tuple[int, ...],
+    expected: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> None:
     found = effective({"actor_train": train, "actor_infer": infer, "reference": ()}, runtime, visible)
     assert (found["actor_train"], found["actor_infer"]) == expected
@@ -52,15 +56,23 @@ def test_a_role_gets_what_it_names_else_what_no_role_names(
 
 
 def test_a_sampler_whose_engine_runs_already_takes_no_device() -> None:
-    assert effective({"actor_train": (0,), "actor_infer": ()}, RAY, 2, attached=True) == {"actor_train": (0,), "actor_infer": ()}
+    assert effective({"actor_train": (0,), "actor_infer": ()}, RAY, 2, attached=True) == {
+        "actor_train": (0,),
+        "actor_infer": (),
+    }
 
 
-def test_placement_colocation_transport_and_preflight_know_the_same_devices(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sampler without `device_mapping` lands on the trainer's GPU: it must take turns there, and not meet the trainer in an NCCL group."""
+def test_placement_colocation_transport_and_preflight_know_the_same_devices(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampler without `device_mapping` lands on the trainer's GPU: it must take turns there, and not meet the trainer
+    in an NCCL group."""
     monkeypatch.setattr(assembly, "visible_gpus", lambda: 1)
     monkeypatch.setattr(FakeRuntime, "capabilities", RAY)
     for side in (FakeStrategy, FakeBackend):
-        monkeypatch.setattr(side, "transports", staticmethod(lambda config, context: ("process_group", "shared_memory")))
+        monkeypatch.setattr(
+            side, "transports", staticmethod(lambda config, context: ("process_group", "shared_memory"))
+        )
     config = load(toy(runtime="fake"), ["actor_train.device_mapping=[0]"]).config
     assert assembly.serve_plan(config, Path(), None).devices == (0,)
     assert assembly.serve_plan(config, Path(), None).context.devices == (0,)
@@ -69,7 +81,9 @@ def test_placement_colocation_transport_and_preflight_know_the_same_devices(toy:
     assert Colocation(config, {"actor_train": role}, role).shares("actor_infer")
 
 
-def test_in_one_process_a_role_without_device_mapping_uses_the_first_gpu(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_one_process_a_role_without_device_mapping_uses_the_first_gpu(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(assembly, "visible_gpus", lambda: 1)
     config = load(toy()).config
     assert assembly.train_plan(config, "actor_train", Path()).context.devices == (0,)

@@ -1,4 +1,5 @@
-"""The arithmetic of a run: a small one by hand, three reference set-ups, learning rates, and what gives reason to warn."""
+"""The arithmetic of a run: a small one by hand, three reference set-ups, learning rates, and what gives reason to
+warn."""
 
 from __future__ import annotations
 
@@ -42,7 +43,11 @@ class PerRow:
 def _fakes() -> Iterator[None]:
     reset_registry()
     registry().declare(["turnwise.testing.plugin"])
-    for kind, name, target in (("env_manager", "cutting", Cutting), ("env_manager", "self_play", SelfPlay), ("batch_adjust", "per_row", PerRow)):
+    for kind, name, target in (
+        ("env_manager", "cutting", Cutting),
+        ("env_manager", "self_play", SelfPlay),
+        ("batch_adjust", "per_row", PerRow),
+    ):
         registry()._entries.append(Entry(kind, Implementation(name, target), "test", "turnwise-test", "1"))
     absent = Implementation("absent", "nowhere:Absent", requires=("package_that_is_not_there",))
     registry()._entries.append(Entry("env_manager", absent, "test", "turnwise-test", "1"))
@@ -70,7 +75,11 @@ def manager(groups: int, size: int, **more: Any) -> EnvManagerConfig:
 
 def run_of(groups: int, size: int, steps: int, *, devices: int = 0, tp: int = 1, **changes: Any) -> RunConfig:
     args = {k: changes.pop(k) for k in list(changes) if k in {a.name for a in TrainingArgs.__attrs_attrs__}}  # type: ignore[attr-defined]
-    role = Role(training_args=TrainingArgs(**args), device_mapping=tuple(range(devices)), strategy_args=Choice("x", {}, Parallel(tp)))
+    role = Role(
+        training_args=TrainingArgs(**args),
+        device_mapping=tuple(range(devices)),
+        strategy_args=Choice("x", {}, Parallel(tp)),
+    )
     base = RunConfig(
         max_steps=steps,
         rollout_batch_size=groups * size,
@@ -116,7 +125,14 @@ def test_a_small_run_by_hand() -> None:
     [
         (  # A: vision agent, colocated
             run_of(
-                64, 8, 1024, devices=8, per_device_train_batch_size=2, gradient_accumulation_steps=16, eval_steps=10, val_env_manager=manager(512, 1)
+                64,
+                8,
+                1024,
+                devices=8,
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=16,
+                eval_steps=10,
+                val_env_manager=manager(512, 1),
             ),
             (8, 16, 256, [2, 2], [2048, 2048], 524_288, 103, 52_736, 1),
         ),
@@ -150,7 +166,13 @@ def test_the_reference_set_ups_give_their_numbers(config: RunConfig, expected: t
 
 
 def test_a_critic_has_its_own_updates_and_rates() -> None:
-    args = TrainingArgs(learning_rate=8.0, lr_scheduler_type="linear", warmup_ratio=0.5, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    args = TrainingArgs(
+        learning_rate=8.0,
+        lr_scheduler_type="linear",
+        warmup_ratio=0.5,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+    )
     config = run_of(3, 4, 8, per_device_train_batch_size=12, critic=Role(training_args=args), ppo_epochs=2)
     values = planning.arithmetic(config)
     assert (values["unit"], values["updates_per_step"], values["warmup_updates"]) == (12, [2, 2], [0, 0])
@@ -164,7 +186,9 @@ def test_a_critic_has_its_own_updates_and_rates() -> None:
         "warmup_updates": [24, 24],
         "learning_rate": {"start": 0.0, "middle": 8.0, "end": pytest.approx(8.0 * (8 - (7 + 5 / 6)) / 4)},
     }
-    assert planning.warnings(config, values) == ["critic: warmup_steps = 4 counts pipeline steps; the very first update has learning rate 0"]
+    assert planning.warnings(config, values) == [
+        "critic: warmup_steps = 4 counts pipeline steps; the very first update has learning rate 0"
+    ]
     assert planning.render(values).splitlines()[-4:] == [
         "critic         unit: U = 4 (mini-batch 2, data parallel 1)",
         "               updates: 6 a step, 48 in 8 steps",
@@ -198,12 +222,22 @@ def test_joined_turns_are_between_a_row_an_episode_and_a_row_a_turn(merge: bool)
 
 @pytest.mark.parametrize(
     ("manager_name", "fewest", "most"),
-    [("cutting", 10, 4 + 6 * 7), ("self_play", 4 + 6 * 2, 4 + 6 * 2 * 7 * 2), ("fake_manager", 10, 10), ("absent", 10, 10)],
+    [
+        ("cutting", 10, 4 + 6 * 7),
+        ("self_play", 4 + 6 * 2, 4 + 6 * 2 * 7 * 2),
+        ("fake_manager", 10, 10),
+        ("absent", 10, 10),
+    ],
 )
-def test_rows_of_a_tag_depend_on_its_turns_where_its_manager_cuts_a_row_of_each(manager_name: str, fewest: int, most: int) -> None:
+def test_rows_of_a_tag_depend_on_its_turns_where_its_manager_cuts_a_row_of_each(
+    manager_name: str, fewest: int, most: int
+) -> None:
     two = EnvManagerConfig(num_env_groups=5, group_size=2, tags=("T", "S"), num_groups_partition=(2, 3))
     config = run_of(5, 2, 1, train_env_manager=two)
-    tags = {"T": CustomEnv("e", max_steps=9, env_manager=Choice("fake")), "S": CustomEnv("e", max_steps=7, env_manager=Choice(manager_name))}
+    tags = {
+        "T": CustomEnv("e", max_steps=9, env_manager=Choice("fake")),
+        "S": CustomEnv("e", max_steps=7, env_manager=Choice(manager_name)),
+    }
     assert planning.rows_per_step(evolve(config, custom_envs=tags)) == (fewest, most)
 
 
@@ -232,10 +266,16 @@ def warned(**changes: Any) -> list[str]:
 
 def test_warm_up_is_explained_and_one_without_effect_is_named() -> None:
     assert warned() == []
-    assert warned(warmup_steps=3, lr_scheduler_type="linear") == ["warmup_steps = 3 counts pipeline steps; the very first update has learning rate 0"]
-    assert warned(warmup_ratio=0.25, lr_scheduler_type="cosine")[0].startswith("warmup_steps = 3 counts pipeline steps; the very first")
+    assert warned(warmup_steps=3, lr_scheduler_type="linear") == [
+        "warmup_steps = 3 counts pipeline steps; the very first update has learning rate 0"
+    ]
+    assert warned(warmup_ratio=0.25, lr_scheduler_type="cosine")[0].startswith(
+        "warmup_steps = 3 counts pipeline steps; the very first"
+    )
     for given in ({"warmup_steps": 3}, {"warmup_ratio": 0.3}):
-        assert warned(**given) == ["warmup_steps = 3 has no effect with lr_scheduler_type constant. Fix: constant_with_warmup"]
+        assert warned(**given) == [
+            "warmup_steps = 3 has no effect with lr_scheduler_type constant. Fix: constant_with_warmup"
+        ]
     floor = {"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": {"num_decay_steps": 2, "min_lr_ratio": 0.1}}
     assert warned(warmup_steps=3, **floor) == ["warmup_steps = 3 counts pipeline steps"]
 
@@ -263,7 +303,9 @@ def test_names_that_mean_something_else_elsewhere_are_told_as_they_stand_here() 
     assert planning.other_meanings(run_of(4, 1, 10)) == defaults
     clip = "advantage_clip = 0.2 clamps the advantages; the ratio's clip is an option of the loss"
     assert planning.other_meanings(run_of(4, 1, 10, advantage_clip=0.2)) == [clip, *defaults]
-    assert planning.other_meanings(run_of(4, 1, 10, init_kl_coef=0.2, loss_agg_mode="seq-mean-token-mean")) == [defaults[1]]
+    assert planning.other_meanings(run_of(4, 1, 10, init_kl_coef=0.2, loss_agg_mode="seq-mean-token-mean")) == [
+        defaults[1]
+    ]
 
 
 def test_the_text_is_aligned_and_ranges_are_spelled() -> None:

@@ -1,4 +1,5 @@
-"""The plugin manager on tiny distributions: found by entry point or declared, isolated when broken, named in full when something is wrong."""
+"""The plugin manager on tiny distributions: found by entry point or declared, isolated when broken, named in full when
+something is wrong."""
 
 from __future__ import annotations
 
@@ -42,16 +43,22 @@ def _modules_of_the_test_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """`install("turnwise-guess", source)`: a distribution with one module and one entry point on the path; its module's file."""
+    """`install("turnwise-guess", source)`: a distribution with one module and one entry point on the path; its module's
+    file."""
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(site)
 
-    def make(name: str, source: str = GUESS, version: str = "1.2", requires: tuple[str, ...] = (), entry: str | None = "") -> Path:
+    def make(
+        name: str, source: str = GUESS, version: str = "1.2", requires: tuple[str, ...] = (), entry: str | None = ""
+    ) -> Path:
         module = "tw_" + re.sub(r"\W", "_", name)
         info = site / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
-        lines = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {one}" for one in requires)]
+        lines = [
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}",
+            *(f"Requires-Dist: {one}" for one in requires),
+        ]
         (info / "METADATA").write_text("\n".join(lines) + "\n")
         if entry is not None:
             (info / "entry_points.txt").write_text(f"[turnwise]\n{name.removeprefix('turnwise-')} = {module}{entry}\n")
@@ -85,7 +92,9 @@ def test_the_cores_own_runtime_comes_by_the_same_door() -> None:
 
 
 def test_every_kind_can_be_provided(install: Install) -> None:
-    hooks = "".join(f'@turnwise.hookimpl\ndef {hook}():\n    return [Implementation("one", object)]\n' for hook in KINDS)
+    hooks = "".join(
+        f'@turnwise.hookimpl\ndef {hook}():\n    return [Implementation("one", object)]\n' for hook in KINDS
+    )
     install("turnwise-all", hooks)
     known = Registry.discover()
     assert not [b for b in known.broken if b.distribution == "turnwise-all"]
@@ -93,9 +102,15 @@ def test_every_kind_can_be_provided(install: Install) -> None:
 
 
 def test_a_target_is_imported_when_it_is_built_and_not_before(install: Install) -> None:
-    source = '@turnwise.hookimpl\ndef loggers():\n    return [Implementation("lazy", "tw_lazy_target:Log", config="tw_lazy_target:Options")]\n'
+    source = (
+        '@turnwise.hookimpl\ndef loggers():\n    return [Implementation("lazy", "tw_lazy_target:Log",'
+        ' config="tw_lazy_target:Options")]\n'
+    )
     plugin = install("turnwise-lazy", source)
-    heavy = "import attrs\n\n@attrs.frozen\nclass Options:\n    every: int = 7\n\nclass Log:\n    def __init__(self, config, context):\n"
+    heavy = (
+        "import attrs\n\n@attrs.frozen\nclass Options:\n    every: int = 7\n\nclass Log:\n    def __init__(self,"
+        " config, context):\n"
+    )
     plugin.with_name("tw_lazy_target.py").write_text(heavy + "        self.config, self.context = config, context\n")
     known = Registry.discover()
     known.entries()
@@ -106,27 +121,41 @@ def test_a_target_is_imported_when_it_is_built_and_not_before(install: Install) 
 
 
 def test_a_target_that_cannot_be_imported_names_the_plugin_and_chains_the_cause(install: Install) -> None:
-    install("turnwise-lazy", '@turnwise.hookimpl\ndef loggers():\n    return [Implementation("lazy", "tw_not_there.x:Log")]\n')
+    install(
+        "turnwise-lazy",
+        '@turnwise.hookimpl\ndef loggers():\n    return [Implementation("lazy", "tw_not_there.x:Log")]\n',
+    )
     entry = Registry.discover().find("logger", "lazy")
     with pytest.raises(
-        PluginError, match=r"logger 'lazy' \(from turnwise-lazy\) cannot be loaded from 'tw_not_there\.x:Log': ModuleNotFound"
+        PluginError,
+        match=r"logger 'lazy' \(from turnwise-lazy\) cannot be loaded from 'tw_not_there\.x:Log': ModuleNotFound",
     ) as caught:
         entry.target()
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
 def test_a_missing_package_is_a_status_and_an_error_only_when_it_is_built(install: Install) -> None:
-    source = '@turnwise.hookimpl\ndef loggers():\n    return [Implementation("big", object, requires=("tw_absent", "json", "tw_gone.deep"))]\n'
+    source = (
+        '@turnwise.hookimpl\ndef loggers():\n    return [Implementation("big", object, requires=("tw_absent", "json",'
+        ' "tw_gone.deep"))]\n'
+    )
     install("turnwise-big", source)
     entry = Registry.discover().find("logger", "big")
     assert (entry.missing, entry.status) == (("tw_absent", "tw_gone.deep"), "missing: tw_absent, tw_gone.deep")
-    with pytest.raises(PluginError, match=r"logger 'big' \(from turnwise-big\) needs tw_absent, tw_gone\.deep, not installed\. Fix: pip install"):
+    with pytest.raises(
+        PluginError,
+        match=r"logger 'big' \(from turnwise-big\) needs tw_absent, tw_gone\.deep, not installed\. Fix: pip install",
+    ):
         entry.target()
 
 
-def test_a_required_package_that_was_blocked_in_sys_modules_or_breaks_is_missing(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_required_package_that_was_blocked_in_sys_modules_or_breaks_is_missing(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plugin = install(
-        "turnwise-big", '@turnwise.hookimpl\ndef loggers():\n    return [Implementation("big", object, requires=("tw_none", "tw_odd.x"))]\n'
+        "turnwise-big",
+        '@turnwise.hookimpl\ndef loggers():\n    return [Implementation("big", object, requires=("tw_none",'
+        ' "tw_odd.x"))]\n',
     )
     plugin.with_name("tw_odd.py").write_text("raise RuntimeError('odd')\n")
     monkeypatch.setitem(sys.modules, "tw_none", None)
@@ -152,12 +181,30 @@ HOOK = "@turnwise.hookimpl\ndef environments():\n    return "
         ("raise SystemExit(3)\n", "SystemExit: 3"),
         ("x = = 1\n", "SyntaxError"),
         (HOOK + "1 / 0\n", "hook 'environments': ZeroDivisionError: division by zero"),
-        (HOOK + "None\n", "hook 'environments': TypeError: environments returned None; it must return a list of turnwise.Implementation"),
-        (HOOK + "['guess']\n", "hook 'environments': TypeError: environments returned 'guess' in its list; it must return a list"),
+        (
+            HOOK + "None\n",
+            (
+                "hook 'environments': TypeError: environments returned None; it must return a list of"
+                " turnwise.Implementation"
+            ),
+        ),
+        (
+            HOOK + "['guess']\n",
+            "hook 'environments': TypeError: environments returned 'guess' in its list; it must return a list",
+        ),
         (HOOK + "Implementation('guess', object)\n", "it must return a list of turnwise.Implementation"),
-        (HOOK + "[Implementation(object, 'guess')]\n", "an Implementation whose name is <class 'object'>; it must be text"),
-        ("@turnwise.hookimpl\ndef environment():\n    return []\n", "unknown hook 'environment'. Did you mean 'environments'? Hooks, each marked"),
-        ("def environments():\n    return []\n", "it has no hook. Hooks, each marked @turnwise.hookimpl: advantage_estimators,"),
+        (
+            HOOK + "[Implementation(object, 'guess')]\n",
+            "an Implementation whose name is <class 'object'>; it must be text",
+        ),
+        (
+            "@turnwise.hookimpl\ndef environment():\n    return []\n",
+            "unknown hook 'environment'. Did you mean 'environments'? Hooks, each marked",
+        ),
+        (
+            "def environments():\n    return []\n",
+            "it has no hook. Hooks, each marked @turnwise.hookimpl: advantage_estimators,",
+        ),
         ("@turnwise.hookimpl\ndef environments(registry):\n    return []\n", "PluginValidationError: "),
     ],
 )
@@ -176,7 +223,9 @@ def test_a_plugin_with_one_bad_hook_provides_nothing_at_all(install: Install) ->
     install("turnwise-half", GUESS + "@turnwise.hookimpl\ndef loggers():\n    raise KeyError('x')\n")
     known = Registry.discover()
     assert why(known, "half") == "hook 'loggers': KeyError: 'x'"
-    with pytest.raises(PluginError, match=r"no environment is named 'guess'\..* Broken: half \(hook 'loggers': KeyError: 'x'\)\.") as caught:
+    with pytest.raises(
+        PluginError, match=r"no environment is named 'guess'\..* Broken: half \(hook 'loggers': KeyError: 'x'\)\."
+    ) as caught:
         known.find("environment", "guess")
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -205,7 +254,9 @@ def test_names_that_answer_to_everything_are_no_hooks(install: Install) -> None:
         (("turnwise => 1",), "its requirement 'turnwise => 1' cannot be read"),
     ],
 )
-def test_the_range_of_cores_that_a_plugin_admits_is_kept(install: Install, requires: tuple[str, ...], expected: str | None) -> None:
+def test_the_range_of_cores_that_a_plugin_admits_is_kept(
+    install: Install, requires: tuple[str, ...], expected: str | None
+) -> None:
     install("turnwise-guess", requires=requires)
     known = Registry.discover()
     assert [b.why for b in known.broken] == ([] if expected is None else [expected])
@@ -218,7 +269,10 @@ def test_the_range_of_cores_that_a_plugin_admits_is_kept(install: Install, requi
 def test_an_unknown_name_gets_the_nearest_and_all_that_are_installed(install: Install) -> None:
     install("turnwise-guess", GUESS.replace('summary="guess a number"', 'aliases=("numbers",)'))
     known = Registry.discover()
-    with pytest.raises(PluginError, match=r"^no environment is named 'gues'\. Did you mean 'guess'\? Installed: .*guess.* Fix: correct the name"):
+    with pytest.raises(
+        PluginError,
+        match=r"^no environment is named 'gues'\. Did you mean 'guess'\? Installed: .*guess.* Fix: correct the name",
+    ):
         known.find("environment", "gues")
     with pytest.raises(PluginError, match="Did you mean 'numbers'"):
         known.find("environment", "numbrs")
@@ -239,7 +293,11 @@ def test_a_duplicate_names_both_distributions_and_blocking_one_settles_it(instal
     install("other-game", GUESS, version="7.0")
     known = Registry.discover()
     with pytest.raises(
-        PluginError, match=r"environment 'guess' is provided twice: by other-game 7\.0 and turnwise-guess 1\.2\. Fix: uninstall one, or"
+        PluginError,
+        match=(
+            r"environment 'guess' is provided twice: by other-game 7\.0 and turnwise-guess 1\.2\. Fix: uninstall"
+            r" one, or"
+        ),
     ):
         known.find("environment", "guess")
     known.declare(["no:Other_Game"])
@@ -250,13 +308,19 @@ def test_an_alias_that_is_the_name_of_another_is_a_duplicate(install: Install) -
     install("turnwise-guess")
     install("turnwise-riddle", HOOK + "[Implementation('riddle', object, aliases=('guess', 'riddle'))]\n")
     known = Registry.discover()
-    with pytest.raises(PluginError, match=r"by turnwise-guess 1\.2 and turnwise-riddle 1\.2 \(an alias of 'riddle'\)\."):
+    with pytest.raises(
+        PluginError, match=r"by turnwise-guess 1\.2 and turnwise-riddle 1\.2 \(an alias of 'riddle'\)\."
+    ):
         known.find("environment", "guess")
-    assert known.find("environment", "riddle").distribution == "turnwise-riddle"  # an alias that repeats the own name is none
+    assert (
+        known.find("environment", "riddle").distribution == "turnwise-riddle"
+    )  # an alias that repeats the own name is none
 
 
 def test_one_name_in_two_kinds_is_no_duplicate(install: Install) -> None:
-    install("turnwise-guess", GUESS + '@turnwise.hookimpl\ndef loggers():\n    return [Implementation("guess", object)]\n')
+    install(
+        "turnwise-guess", GUESS + '@turnwise.hookimpl\ndef loggers():\n    return [Implementation("guess", object)]\n'
+    )
     known = Registry.discover()
     assert {known.find(kind, "guess").kind for kind in ("environment", "logger")} == {"environment", "logger"}
 
@@ -316,7 +380,10 @@ def test_options_without_a_config_class_are_checked_against_the_signature() -> N
     assert known.build("logger", "any", {"whatever": 1}).options == {"whatever": 1}
     with pytest.raises(
         PluginError,
-        match=r"^logger 'plain' has no option 'hight'\. Did you mean 'height'\? Its options: height, width\. Fix: correct or remove it\.$",
+        match=(
+            r"^logger 'plain' has no option 'hight'\. Did you mean 'height'\? Its options: height, width\. Fix: correct"
+            r" or remove it\.$"
+        ),
     ):
         known.build("logger", "plain", {"hight": 3})
     with pytest.raises(PluginError, match=r"has no option 'context'"):
@@ -326,11 +393,15 @@ def test_options_without_a_config_class_are_checked_against_the_signature() -> N
 
 
 def test_environments_are_built_from_keyword_arguments() -> None:
-    known = known_with(("environment", Implementation("board", Sizes)), ("environment", Implementation("builtin", dict)))
+    known = known_with(
+        ("environment", Implementation("board", Sizes)), ("environment", Implementation("builtin", dict))
+    )
     assert known.build("environment", "board", {"height": 4}).height == 4
     assert known.build("environment", "board").height == 1
     assert known.build("environment", "builtin", {"a": 1}) == {"a": 1}  # no signature to compare with
-    with pytest.raises(PluginError, match=r"environment 'board' has no option 'heigth'\. Did you mean 'height'\? Its options: height\."):
+    with pytest.raises(
+        PluginError, match=r"environment 'board' has no option 'heigth'\. Did you mean 'height'\? Its options: height\."
+    ):
         known.build("environment", "board", {"heigth": 4})
 
 
@@ -382,7 +453,14 @@ def test_a_module_that_is_installed_and_named_is_there_once(install: Install) ->
 
 
 @pytest.mark.parametrize(
-    "wanted", ["turnwise-guess", "turnwise_guess>=1.0", "Turnwise.Guess~=1.2", "turnwise-guess[extra]", "turnwise-old; python_version<'3'"]
+    "wanted",
+    [
+        "turnwise-guess",
+        "turnwise_guess>=1.0",
+        "Turnwise.Guess~=1.2",
+        "turnwise-guess[extra]",
+        "turnwise-old; python_version<'3'",
+    ],
 )
 def test_a_requirement_that_is_met_says_nothing(install: Install, wanted: str) -> None:
     install("turnwise-guess")
@@ -392,14 +470,27 @@ def test_a_requirement_that_is_met_says_nothing(install: Install, wanted: str) -
 def test_everything_that_is_missing_is_told_at_once_with_one_pip_command(install: Install, tmp_path: Path) -> None:
     install("turnwise-guess")
     (tmp_path / "torn.py").write_text("import tw_gone\n")
-    wanted = ["turnwise-gues", "turnwise-guess>=2", "tw_no.such", "./absent.py", "./torn.py", "what is this?", "turnwise-guess", "absent-dist==1"]
+    wanted = [
+        "turnwise-gues",
+        "turnwise-guess>=2",
+        "tw_no.such",
+        "./absent.py",
+        "./torn.py",
+        "what is this?",
+        "turnwise-guess",
+        "absent-dist==1",
+    ]
     with pytest.raises(PluginError) as caught:
         Registry.discover().declare(wanted, tmp_path)
     text = str(caught.value)
     assert text.startswith(
-        "plugins: 'turnwise-gues' is not installed (did you mean 'turnwise-guess'?); 'turnwise-guess' 1.2 is installed, 'turnwise-guess>=2'"
+        "plugins: 'turnwise-gues' is not installed (did you mean 'turnwise-guess'?); 'turnwise-guess' 1.2 is installed,"
+        " 'turnwise-guess>=2'"
     )
-    assert "; the module 'tw_no.such' is not installed; the file './absent.py' does not exist; './torn.py' is broken: ModuleNotFoundError" in text
+    assert (
+        "; the module 'tw_no.such' is not installed; the file './absent.py' does not exist; './torn.py' is broken:"
+        " ModuleNotFoundError" in text
+    )
     assert "; 'what is this?' is not a requirement, a module or a .py file (" in text
     fix = "Fix: pip install --find-links dist 'turnwise-gues' 'turnwise-guess>=2' 'absent-dist==1' (dist: "
     assert f"; 'absent-dist' is not installed. {fix}" in text
@@ -407,20 +498,29 @@ def test_everything_that_is_missing_is_told_at_once_with_one_pip_command(install
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
-def test_a_module_whose_own_import_fails_is_broken_and_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_whose_own_import_fails_is_broken_and_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "tw_needs.py").write_text("import tw_gone\n")
-    with pytest.raises(PluginError, match=r"'tw_needs' is broken: ModuleNotFoundError: No module named 'tw_gone'\. Fix: correct or repair"):
+    with pytest.raises(
+        PluginError,
+        match=r"'tw_needs' is broken: ModuleNotFoundError: No module named 'tw_gone'\. Fix: correct or repair",
+    ):
         Registry().declare(["tw_needs"])
 
 
 def test_declaring_a_broken_plugin_chains_what_it_raised(install: Install, tmp_path: Path) -> None:
     install("turnwise-bad", "raise LookupError('no disk')\n")
-    with pytest.raises(PluginError, match=r"^plugins: 'turnwise-bad' is broken: LookupError: no disk\. Fix: correct or repair") as caught:
+    with pytest.raises(
+        PluginError, match=r"^plugins: 'turnwise-bad' is broken: LookupError: no disk\. Fix: correct or repair"
+    ) as caught:
         Registry.discover().declare(["turnwise-bad"])
     assert isinstance(caught.value.__cause__, LookupError)
     (tmp_path / "hook.py").write_text(HEADER + HOOK + "1 / 0\n")
-    with pytest.raises(PluginError, match=r"^plugins: './hook.py' is broken: hook 'environments': ZeroDivisionError") as caught:
+    with pytest.raises(
+        PluginError, match=r"^plugins: './hook.py' is broken: hook 'environments': ZeroDivisionError"
+    ) as caught:
         Registry().declare(["./hook.py"], tmp_path)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     (tmp_path / "exits.py").write_text("raise SystemExit\n")

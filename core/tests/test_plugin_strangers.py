@@ -1,4 +1,5 @@
-"""What a plugin does that no plugin should: it is one broken plugin, never a traceback, an exit code of success or a line on the output."""
+"""What a plugin does that no plugin should: it is one broken plugin, never a traceback, an exit code of success or a
+line on the output."""
 
 from __future__ import annotations
 
@@ -44,13 +45,28 @@ SHY = "class Shy(Exception):\n    def __str__(self):\n        raise ValueError('
         ("import asyncio\nraise asyncio.CancelledError\n", "CancelledError"),
         ("raise GeneratorExit\n", "GeneratorExit"),
         (f"{HOOK}    raise SystemExit(0)\n", "hook 'loggers': SystemExit: 0"),
-        (f"{HOOK}    return [Implementation('x', object, requires=(3,))]\n", "'x' whose requires holds 3; it must be text"),
-        (f"{HOOK}    return [Implementation('x', object, aliases=('a', None))]\n", "'x' whose aliases holds None; it must be text"),
-        (f"{HOOK}    return [Implementation('x', None)]\n", "'x' whose target is None; it must be a class, or 'module:Class'"),
-        (f"{HOOK}    return [Implementation('x', 'module.Class')]\n", "'x' whose target is 'module.Class'; it must be a class"),
+        (
+            f"{HOOK}    return [Implementation('x', object, requires=(3,))]\n",
+            "'x' whose requires holds 3; it must be text",
+        ),
+        (
+            f"{HOOK}    return [Implementation('x', object, aliases=('a', None))]\n",
+            "'x' whose aliases holds None; it must be text",
+        ),
+        (
+            f"{HOOK}    return [Implementation('x', None)]\n",
+            "'x' whose target is None; it must be a class, or 'module:Class'",
+        ),
+        (
+            f"{HOOK}    return [Implementation('x', 'module.Class')]\n",
+            "'x' whose target is 'module.Class'; it must be a class",
+        ),
         (f"{HOOK}    return [Implementation('x', object, config=3)]\n", "'x' whose config is 3"),
         (f"{HOOK}    return [Implementation('x', object, presets=[1])]\n", r"'x' whose presets are \[1\]"),
-        (f"{HOOK}    return [Implementation('x', object, presets={{'a': {{'b': object()}}}})]\n", "'x' whose presets are"),
+        (
+            f"{HOOK}    return [Implementation('x', object, presets={{'a': {{'b': object()}}}})]\n",
+            "'x' whose presets are",
+        ),
         (f"{HOOK}    return [Implementation('x', object, summary=3)]\n", "'x' whose summary is 3"),
     ],
 )
@@ -69,7 +85,9 @@ def test_what_a_plugin_prints_does_not_stand_on_the_output(tmp_path: Path, capsy
     declared(tmp_path, source)
     (tmp_path / "tw_chatty.py").write_text("print('when loaded')\nclass Log:\n    pass\n")
     sys.path.insert(0, str(tmp_path))
-    declared(tmp_path, f"{HOOK}    return [Implementation('x', 'tw_chatty:Log')]\n", "other.py").find("logger", "x").target()
+    declared(tmp_path, f"{HOOK}    return [Implementation('x', 'tw_chatty:Log')]\n", "other.py").find(
+        "logger", "x"
+    ).target()
     sys.path.remove(str(tmp_path))
     out, err = capsys.readouterr()
     assert out == ""
@@ -92,7 +110,9 @@ def test_a_distribution_without_a_name_breaks_nothing(tmp_path: Path, monkeypatc
         (info / "entry_points.txt").write_text(f"[turnwise]\nnameless{number} = tw_nameless{number}\n")
         if metadata is not None:
             (info / "METADATA").write_text(metadata)
-        (tmp_path / f"tw_nameless{number}.py").write_text(f"{HEAD}{HOOK}    return [Implementation('nameless{number}', object)]\n")
+        (tmp_path / f"tw_nameless{number}.py").write_text(
+            f"{HEAD}{HOOK}    return [Implementation('nameless{number}', object)]\n"
+        )
     monkeypatch.syspath_prepend(tmp_path)
     known = Registry.discover()
     assert all(known.find("logger", f"nameless{number}") for number in range(3))
@@ -114,13 +134,14 @@ def test_an_error_whose_text_raises_has_its_type() -> None:
 def neighbours(folder: Path, word: str) -> Path:
     folder.mkdir()
     (folder / "helpers.py").write_text(
-        f"import words\nfrom . import words as same\nassert words is same\nclass Help:\n    word = words.WORD + '{word}'\n"
+        "import words\nfrom . import words as same\nassert words is same\nclass Help:\n    word = words.WORD +"
+        f" '{word}'\n"
     )
     (folder / "words.py").write_text("WORD = 'from '\n")
     (folder / "mine.py").write_text(
-        f"{HEAD}import helpers\nfrom helpers import Help\nfrom .helpers import Help as Same\nassert Help is Same is helpers.Help\n"
-        "class Log(Help):\n    def later(self):\n        import later.deep\n        return later.deep.NUMBER\n"
-        f"{HOOK}    return [Implementation('{word}', Log)]\n"
+        f"{HEAD}import helpers\nfrom helpers import Help\nfrom .helpers import Help as Same\nassert Help is Same is"
+        " helpers.Help\nclass Log(Help):\n    def later(self):\n        import later.deep\n        return"
+        f" later.deep.NUMBER\n{HOOK}    return [Implementation('{word}', Log)]\n"
     )
     (folder / "later").mkdir()
     (folder / "later" / "__init__.py").write_text("")
@@ -148,11 +169,16 @@ def test_what_stands_beside_a_plugin_hides_no_installed_module_from_others(tmp_p
     assert not hasattr(json, "MINE")
 
 
-def test_an_installed_package_beside_a_plugin_stays_the_one_that_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_beside_a_plugin_stays_the_one_that_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tw_package").mkdir()
     (tmp_path / "tw_package" / "__init__.py").write_text("class Base:\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     import tw_package  # type: ignore[import-not-found]
 
-    known = declared(tmp_path, f"import tw_package\nclass Log(tw_package.Base):\n    pass\n{HOOK}    return [Implementation('x', Log)]\n")
+    known = declared(
+        tmp_path,
+        f"import tw_package\nclass Log(tw_package.Base):\n    pass\n{HOOK}    return [Implementation('x', Log)]\n",
+    )
     assert issubclass(known.find("logger", "x").target(), tw_package.Base)

@@ -1,4 +1,5 @@
-"""Before a run: everything that is wrong, each in one line, apart from what the machine lacks; nothing is started or written."""
+"""Before a run: everything that is wrong, each in one line, apart from what the machine lacks; nothing is started or
+written."""
 
 from __future__ import annotations
 
@@ -58,16 +59,24 @@ def test_findings_are_refused_the_configuration_first() -> None:
 
 
 def test_a_player_cannot_be_trained_on(toy: Toy) -> None:
-    line = only(found(toy(actor_infer={"strategy_args": {"strategy_name": "first"}, "generating_args": {"max_new_tokens": 4}})).config)
+    line = only(
+        found(
+            toy(actor_infer={"strategy_args": {"strategy_name": "first"}, "generating_args": {"max_new_tokens": 4}})
+        ).config
+    )
     assert line.startswith(
-        "$.actor_infer: 'first' gives no token ids, so nothing can be trained on its responses. Fix: train with a backend such as hf"
+        "$.actor_infer: 'first' gives no token ids, so nothing can be trained on its responses. Fix: train with a"
+        " backend such as hf"
     )
 
 
 def test_a_role_without_a_strategy_says_what_to_write(toy: Toy) -> None:
     config = loaded(toy())
     line = only(found(toy(), actor_train=evolve(config.actor_train, strategy_args=None)).config)
-    assert line == "$.actor_train.strategy_args: missing. Fix: name a strategy, as in strategy_args: {strategy_name: torch}."
+    assert (
+        line
+        == "$.actor_train.strategy_args: missing. Fix: name a strategy, as in strategy_args: {strategy_name: torch}."
+    )
 
 
 def test_roles_without_a_common_transport_are_told_before_anything_is_loaded(toy: Toy, tmp_path: Path) -> None:
@@ -90,16 +99,22 @@ def inference_backends():
 """
     path = toy(plugins=plugin(tmp_path, backend))
     line = only(found(path, "actor_infer.strategy_args.strategy_name=deaf").config)
-    assert line == (
-        "$.actor_infer: the backend takes weights by pigeon, actor_train offers fake, shared: no common transport. Fix: choose two that share one."
+    assert (
+        line
+        == "$.actor_infer: the backend takes weights by pigeon, actor_train offers fake, shared: no common transport."
+        " Fix: choose two that share one."
     )
     shares = "actor_infer.strategy_args.strategy_name=shares"
     assert found(path, shares).config == []
     line = only(found(path, shares, "actor_train.model_args.dtype=fp32").config)
-    assert line.startswith("$.actor_infer.model_args.dtype: bf16, actor_train has fp32: the weights of this backend are shared")
+    assert line.startswith(
+        "$.actor_infer.model_args.dtype: bf16, actor_train has fp32: the weights of this backend are shared"
+    )
     correction = "train_infer_correction={is_weight: {enabled: true}}"
     line = only(found(path, shares, correction).config)
-    assert line.startswith("train_infer_correction compares old log-probs with the sampler's, but here they are the sampler's")
+    assert line.startswith(
+        "train_infer_correction compares old log-probs with the sampler's, but here they are the sampler's"
+    )
     assert found(path, shares, correction, "recompute_old_logprobs=true").config == []
 
 
@@ -117,8 +132,14 @@ class Careful(FakeStrategy):
 def train_strategies():
     return [Implementation("careful", Careful)]
 """
-    path = toy(plugins=plugin(tmp_path, strategy), kl_loss_coef=0.1, actor_train={"strategy_args": {"strategy_name": "careful"}})
-    assert found(path) == Findings(["$.actor_train.x: too small. Fix: x: 2", "$.reference.x: too small. Fix: x: 2"], ["needs a fan, found none"])
+    path = toy(
+        plugins=plugin(tmp_path, strategy),
+        kl_loss_coef=0.1,
+        actor_train={"strategy_args": {"strategy_name": "careful"}},
+    )
+    assert found(path) == Findings(
+        ["$.actor_train.x: too small. Fix: x: 2", "$.reference.x: too small. Fix: x: 2"], ["needs a fan, found none"]
+    )
 
 
 def test_devices_that_are_not_there_are_the_machines_lack(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,13 +162,19 @@ def test_fewer_devices_than_the_run_expects_are_the_machines_lack(toy: Toy, monk
     monkeypatch.setattr(module, "visible_gpus", lambda: 2)
     assert found(toy(), "num_gpus_per_node=2") == Findings([], [])
     got = found(toy(), "num_gpus_per_node=8")
-    assert got == Findings([], ["num_gpus_per_node: 8 GPUs are expected, found 2. Fix: the number there is, or remove the key"])
+    assert got == Findings(
+        [], ["num_gpus_per_node: 8 GPUs are expected, found 2. Fix: the number there is, or remove the key"]
+    )
 
 
 def test_roles_of_one_process_cannot_have_two_values_of_a_variable(toy: Toy) -> None:
     both = ["actor_train.system_envs={A: '1', B: x}", "actor_infer.system_envs={A: '2', C: y}"]
     line = only(found(toy(), *both).config)
-    assert line == "$.actor_infer.system_envs.A: '2' here, '1' for actor_train; runtime 'local' has one process. Fix: one value for both."
+    assert (
+        line
+        == "$.actor_infer.system_envs.A: '2' here, '1' for actor_train; runtime 'local' has one process. Fix: one value"
+        " for both."
+    )
     assert found(toy(), "system_envs={A: 1}") == Findings([], [])
 
 
@@ -157,7 +184,10 @@ def test_roles_of_one_process_cannot_have_two_values_of_a_variable(toy: Toy) -> 
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ({"lr_scheduler_type": "cosin"}, "$.actor_train.training_args.lr_scheduler_type: 'cosin' is unknown. Did you mean 'cosine'?"),
+        (
+            {"lr_scheduler_type": "cosin"},
+            "$.actor_train.training_args.lr_scheduler_type: 'cosin' is unknown. Did you mean 'cosine'?",
+        ),
         (
             {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 7.0}},
             "$.actor_train.training_args.lr_scheduler_kwargs.min_lr: 7.0 is not below learning_rate 5.0",
@@ -168,13 +198,22 @@ def test_roles_of_one_process_cannot_have_two_values_of_a_variable(toy: Toy) -> 
         ),
         (
             {"lr_scheduler_type": "wsd", "warmup_steps": 2, "lr_scheduler_kwargs": {"num_decay_steps": 2}},
-            "$.actor_train.training_args.lr_scheduler_kwargs: warm-up, stable and decay phase take 4 pipeline steps, and max_steps is 3",
+            (
+                "$.actor_train.training_args.lr_scheduler_kwargs: warm-up, stable and decay phase take 4 pipeline"
+                " steps, and max_steps is 3"
+            ),
         ),
-        ({"lr_scheduler_type": "wsd"}, "$.actor_train.training_args.lr_scheduler_kwargs: warmup_stable_decay needs num_decay_steps"),
+        (
+            {"lr_scheduler_type": "wsd"},
+            "$.actor_train.training_args.lr_scheduler_kwargs: warmup_stable_decay needs num_decay_steps",
+        ),
     ],
 )
 def test_a_schedule_that_cannot_be_is_told_with_its_path(toy: Toy, args: dict[str, Any], expected: str) -> None:
-    actor = {"strategy_args": {"strategy_name": "fake"}, "training_args": {"learning_rate": 5.0, "per_device_train_batch_size": 2, **args}}
+    actor = {
+        "strategy_args": {"strategy_name": "fake"},
+        "training_args": {"learning_rate": 5.0, "per_device_train_batch_size": 2, **args},
+    }
     assert only(found(toy(actor_train=actor)).config).startswith(expected)
 
 
@@ -186,7 +225,9 @@ def test_whatever_is_named_is_imported_before_the_start(toy: Toy, tmp_path: Path
     torn = f"@turnwise.hookimpl\ndef loggers():\n    return {records}\n"
     path = toy(plugins=plugin(tmp_path, torn), track_with=["torn", "far"])
     got = found(path)
-    assert only(got.config).startswith("logger 'torn' (from ./more.py) cannot be loaded from 'tw_not_there:Log': ModuleNotFoundError")
+    assert only(got.config).startswith(
+        "logger 'torn' (from ./more.py) cannot be loaded from 'tw_not_there:Log': ModuleNotFoundError"
+    )
     assert only(got.machine) == "logger 'far' needs tw_absent, not installed. Fix: install it, or name another"
 
 
@@ -220,21 +261,36 @@ def test_a_constructor_that_does_not_take_config_and_context_is_told_with_the_pl
     body = f"class Odd:\n    pass\n@turnwise.hookimpl\ndef {hook}():\n    return [Implementation('odd', Odd)]\n"
     path = toy(plugins=plugin(tmp_path, body), **{key: ["odd"] if key == "track_with" else "odd"})
     line = only(found(path).config)
-    assert line == f"{kind} 'odd' (from ./more.py) cannot be built with (config, context): too many positional arguments. Fix: repair the plugin."
+    assert (
+        line
+        == f"{kind} 'odd' (from ./more.py) cannot be built with (config, context): too many positional arguments. Fix:"
+        " repair the plugin."
+    )
 
 
 def test_an_estimator_without_members_of_its_contract_is_reported_with_the_plugin(toy: Toy, tmp_path: Path) -> None:
-    body = "class Half:\n    def __init__(self, config, context):\n        pass\n    def compute(self, batch):\n        pass\n"
+    body = (
+        "class Half:\n    def __init__(self, config, context):\n        pass\n    def compute(self, batch):\n       "
+        " pass\n"
+    )
     body += "@turnwise.hookimpl\ndef advantage_estimators():\n    return [Implementation('half', Half)]\n"
     line = only(found(toy(plugins=plugin(tmp_path, body), adv_estimator="half")).config)
-    assert line == "advantage_estimator 'half' (from ./more.py) lacks token_rewards, whiten, normalization of its contract. Fix: repair the plugin."
+    assert (
+        line
+        == "advantage_estimator 'half' (from ./more.py) lacks token_rewards, whiten, normalization of its contract."
+        " Fix: repair the plugin."
+    )
 
 
 def test_an_estimator_whose_constructor_fails_is_told_with_the_plugin(toy: Toy, tmp_path: Path) -> None:
     body = "class Odd:\n    def __init__(self, config, context):\n        raise KeyError('x')\n"
     body += "@turnwise.hookimpl\ndef advantage_estimators():\n    return [Implementation('odd', Odd)]\n"
     line = only(found(toy(plugins=plugin(tmp_path, body), adv_estimator="odd")).config)
-    assert line == "advantage estimator 'odd' (from ./more.py) cannot be built: KeyError: 'x'. Fix: repair the plugin, or its options."
+    assert (
+        line
+        == "advantage estimator 'odd' (from ./more.py) cannot be built: KeyError: 'x'. Fix: repair the plugin, or its"
+        " options."
+    )
 
 
 def test_a_baseline_must_be_a_player(toy: Toy) -> None:
@@ -248,14 +304,19 @@ def test_an_environment_that_cannot_be_built_is_told_with_its_options(toy: Toy, 
     bad += "@turnwise.hookimpl\ndef environments():\n    return [Implementation('bad', Bad)]\n"
     envs = {"Toy": {"env_type": "bad", "env_manager": "fake", "env_config": {"size": 3}}}
     line = only(found(toy(plugins=plugin(tmp_path, bad), custom_envs=envs)).config)
-    assert line.startswith("custom_envs.Toy: the environment 'bad' cannot be built with env_config {'size': 3}: ValueError: size must be even. Fix:")
+    assert line.startswith(
+        "custom_envs.Toy: the environment 'bad' cannot be built with env_config {'size': 3}: ValueError: size must be"
+        " even. Fix:"
+    )
 
 
 def environment(body: str) -> str:
     return f"class Bad:\n{body}@turnwise.hookimpl\ndef environments():\n    return [Implementation('bad', Bad)]\n"
 
 
-@pytest.mark.parametrize("close", ["def close(self):\n        raise RuntimeError('closed')\n", "async def close(self):\n        pass\n"])
+@pytest.mark.parametrize(
+    "close", ["def close(self):\n        raise RuntimeError('closed')\n", "async def close(self):\n        pass\n"]
+)
 def test_an_environment_that_cannot_be_closed_is_still_one_to_play(toy: Toy, tmp_path: Path, close: str) -> None:
     envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
     assert found(toy(plugins=plugin(tmp_path, environment(f"    {close}")), custom_envs=envs)).config == []
@@ -268,15 +329,35 @@ def test_an_environment_whose_constructor_hangs_is_told_within_its_timeout(toy: 
     body = environment(f"    def __init__(self):\n        {HANG}")
     manager = {"num_env_groups": 2, "group_size": 2, "tags": ["Toy"], "reset_timeout": 0.2}
     envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
-    line = only(found(toy(plugins=plugin(tmp_path, body), custom_envs=envs, train_env_manager=manager, val_env_manager=None, eval_steps=0)).config)
+    line = only(
+        found(
+            toy(
+                plugins=plugin(tmp_path, body),
+                custom_envs=envs,
+                train_env_manager=manager,
+                val_env_manager=None,
+                eval_steps=0,
+            )
+        ).config
+    )
     assert line.startswith("custom_envs.Toy: the environment 'bad' was not built within reset_timeout = 0.2 s. Fix:")
 
 
-def test_an_environment_whose_close_hangs_holds_nothing_up(toy: Toy, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_environment_whose_close_hangs_holds_nothing_up(
+    toy: Toy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     body = environment(f"    def close(self):\n        {HANG}")
     manager = {"num_env_groups": 2, "group_size": 2, "tags": ["Toy"], "reset_timeout": 0.2}
     envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
-    findings = found(toy(plugins=plugin(tmp_path, body), custom_envs=envs, train_env_manager=manager, val_env_manager=None, eval_steps=0))
+    findings = found(
+        toy(
+            plugins=plugin(tmp_path, body),
+            custom_envs=envs,
+            train_env_manager=manager,
+            val_env_manager=None,
+            eval_steps=0,
+        )
+    )
     assert findings.config == []
     assert "Toy.close did not end within 0.2 s" in caplog.text
 
@@ -285,14 +366,20 @@ def test_an_environment_whose_constructor_exits_is_told_and_ends_nothing(toy: To
     envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
     body = "    def __init__(self):\n        raise SystemExit(0)\n"
     line = only(found(toy(plugins=plugin(tmp_path, environment(body)), custom_envs=envs)).config)
-    assert line.startswith("custom_envs.Toy: the environment 'bad' cannot be built with env_config {}: SystemExit: 0. Fix:")
+    assert line.startswith(
+        "custom_envs.Toy: the environment 'bad' cannot be built with env_config {}: SystemExit: 0. Fix:"
+    )
 
 
 def test_a_model_that_is_not_there_is_told_when_the_rest_is_right(toy: Toy) -> None:
-    assert only(found(toy(pretrain="no/such/model")).config).startswith("pretrain: 'no/such/model' is not a folder with weights.npy.")
+    assert only(found(toy(pretrain="no/such/model")).config).startswith(
+        "pretrain: 'no/such/model' is not a folder with weights.npy."
+    )
 
 
-def test_a_folder_beside_the_yaml_is_found_from_anywhere(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_beside_the_yaml_is_found_from_anywhere(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = toy(pretrain="model")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "weights.npy").write_bytes(b"")
@@ -347,7 +434,9 @@ def test_every_implementation_that_the_run_names_is_looked_at(toy: Toy) -> None:
     assert ("inference_backend", Choice("first")) in list(chosen(config))
 
 
-def test_devices_of_a_runtime_that_has_its_own_are_not_counted_here(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_a_runtime_that_has_its_own_are_not_counted_here(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runtime = """
 from attrs import frozen
 from turnwise.contracts.runtime import RuntimeCapabilities
@@ -371,7 +460,9 @@ def runtimes():
     path = toy(plugins=plugin(tmp_path, runtime))
     mapping = ["actor_train.device_mapping=[0, 1]", "actor_infer.device_mapping=[2]"]
     assert found(path, "runtime=elsewhere", *mapping).machine == []
-    assert "GPU" not in only(found(path, "runtime=lacking", *mapping).machine)  # what is not installed is told, and nothing of GPUs
+    assert "GPU" not in only(
+        found(path, "runtime=lacking", *mapping).machine
+    )  # what is not installed is told, and nothing of GPUs
     assert found(path, *mapping).machine == [
         "actor_train: device_mapping needs 2 GPUs, found 0. Fix: use devices that are here",
         "actor_infer: device_mapping needs 3 GPUs, found 0. Fix: use devices that are here",
@@ -381,12 +472,16 @@ def runtimes():
 def test_several_training_processes_need_a_runtime_of_several(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "visible_gpus", lambda: 2)
     line = only(found(toy(), "actor_train.device_mapping=[0, 1]").config)
-    assert line.startswith("$.actor_train.device_mapping: 2 devices are as many training processes, and runtime 'local' has one process")
+    assert line.startswith(
+        "$.actor_train.device_mapping: 2 devices are as many training processes, and runtime 'local' has one process"
+    )
     assert "needs runtime ray" in line
     assert found(toy(), "actor_infer.device_mapping=[0, 1]") == Findings([], [])
 
 
-def test_devices_that_an_engine_cannot_divide_are_found_before_anything_starts(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_an_engine_cannot_divide_are_found_before_anything_starts(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the engine's own check does not speak of them."""
     pairs = """
 from attrs import frozen
@@ -416,7 +511,9 @@ def inference_backends():
     assert found(path, paired, "actor_infer.device_mapping=[0, 1]").config == []
 
 
-@pytest.mark.parametrize(("gpus", "attached", "refused"), [(1, "", True), (2, "", False), (0, "", False), (1, "http://there", False)])
+@pytest.mark.parametrize(
+    ("gpus", "attached", "refused"), [(1, "", True), (2, "", False), (0, "", False), (1, "http://there", False)]
+)
 def test_an_engine_without_devices_must_fit_into_those_that_the_runtime_gives_it(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, attached: str, refused: bool
 ) -> None:
@@ -458,7 +555,10 @@ def runtimes():
     monkeypatch.setattr(module, "visible_gpus", lambda: 8)
     paired = f"actor_infer.strategy_args={{strategy_name: paired, strategy_config: {{server: '{attached}'}}}}"
     got = found(toy(plugins=plugin(tmp_path, both)), "runtime=giving", paired).config
-    line = "$.actor_infer.device_mapping is missing: runtime 'giving' gives such a role 1 GPU, and 1 devices are not pairs. "
+    line = (
+        "$.actor_infer.device_mapping is missing: runtime 'giving' gives such a role 1 GPU, and 1 devices are not"
+        " pairs. "
+    )
     assert got == ([line + "Fix: other sizes, or other devices"] if refused else [])
 
 
@@ -493,7 +593,9 @@ def train_strategies():
     assert found(path, rank).config == found(path, sync).config == []
 
 
-def test_a_runtime_may_need_gpus_for_roles_without_device_mapping(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_may_need_gpus_for_roles_without_device_mapping(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runtime = """
 from attrs import frozen
 from turnwise.contracts.runtime import RuntimeCapabilities
@@ -518,7 +620,9 @@ def runtimes():
     assert found(path, "runtime=on_gpus").machine == []
 
 
-def test_an_engine_that_cannot_sleep_is_refused_on_devices_that_it_shares(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_sleep_is_refused_on_devices_that_it_shares(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the run would end at the first update, after its first rollout."""
     awake = """
 from attrs import frozen
@@ -549,7 +653,13 @@ def runtimes():
     sleepless = "actor_infer.strategy_args={strategy_name: sleepless}"
     shared = ["actor_train.device_mapping=[1]", "actor_infer.device_mapping=[0, 1]"]
     line = only(found(path, sleepless, *shared).config)
-    assert line == "$.actor_infer.device_mapping: actor_train uses device 1 in turns with it, and it has insomnia. Fix: rest: true"
+    assert (
+        line
+        == "$.actor_infer.device_mapping: actor_train uses device 1 in turns with it, and it has insomnia. Fix: rest:"
+        " true"
+    )
     assert found(path, sleepless, "actor_train.device_mapping=[2]", shared[1]).config == []
     assert found(path, *shared).config == []
-    assert found(path, "runtime=processes", sleepless, *shared).config == []  # there the numbers are no GPUs of this machine
+    assert (
+        found(path, "runtime=processes", sleepless, *shared).config == []
+    )  # there the numbers are no GPUs of this machine

@@ -9,7 +9,19 @@ import pytest
 from attrs import field, frozen
 
 from turnwise.config.docgen import reference
-from turnwise.data.ranges import BELOW_ONE, FINITE, NOT_NEGATIVE, PATH, POSITIVE, RANGE, SEED, SHARE, TOP_P, Range, faults
+from turnwise.data.ranges import (
+    BELOW_ONE,
+    FINITE,
+    NOT_NEGATIVE,
+    PATH,
+    POSITIVE,
+    RANGE,
+    SEED,
+    SHARE,
+    TOP_P,
+    Range,
+    faults,
+)
 
 CASES: list[tuple[Range, list[float], list[float]]] = [
     (FINITE, [-1e300, 0, 7], [math.inf, -math.inf]),

@@ -21,11 +21,24 @@ from turnwise.pipeline.health import HEALTHY, PRETRAINED_RATE, unhealthy
 from turnwise.pipeline.report import History
 from turnwise.plugins import Entry, registry, reset_registry
 
-CONFIG = RunConfig(max_steps=9, rollout_batch_size=1, pretrain={"recipe": {}}, train_env_manager=EnvManagerConfig(), custom_envs={}, exp_name="lake")
+CONFIG = RunConfig(
+    max_steps=9,
+    rollout_batch_size=1,
+    pretrain={"recipe": {}},
+    train_env_manager=EnvManagerConfig(),
+    custom_envs={},
+    exp_name="lake",
+)
 
 
 def evaluation(success: float, score: float) -> dict[str, float]:
-    return {"val/Lake/success": success, "val/Lake/score/mean": score, "val/Lake/failed": 0.0, "val/success": success, "val/Lake/odd": 1.0}
+    return {
+        "val/Lake/success": success,
+        "val/Lake/score/mean": score,
+        "val/Lake/failed": 0.0,
+        "val/success": success,
+        "val/Lake/odd": 1.0,
+    }
 
 
 def test_the_table_holds_first_last_and_baselines(tmp_path: Path) -> None:
@@ -44,7 +57,10 @@ def test_the_table_holds_first_last_and_baselines(tmp_path: Path) -> None:
         "| random | 0.190 | -0.100 |",
         "| shy | – | 0.000 |",
     ]
-    assert blocks[2] == f"Checkpoint: {tmp_path / 'checkpoint-000009'} (a Hugging Face folder: {tmp_path / 'checkpoint-000009' / 'model'})\n"
+    assert (
+        blocks[2] == f"Checkpoint: {tmp_path / 'checkpoint-000009'} (a Hugging Face folder:"
+        f" {tmp_path / 'checkpoint-000009' / 'model'})\n"
+    )
 
 
 def test_one_evaluation_is_one_row_and_none_no_table(tmp_path: Path) -> None:
@@ -100,7 +116,10 @@ SEVERAL = {"policy/updates": 4.0}
     ("values", "names"),
     [
         ({"policy/approx_kl": 0.049, "policy/clip_frac": 0.3, "policy/entropy": 0.1}, []),
-        ({"policy/approx_kl": 0.051, "policy/clip_frac": 0.31, "policy/entropy": 0.09}, ["policy/approx_kl", "policy/clip_frac", "policy/entropy"]),
+        (
+            {"policy/approx_kl": 0.051, "policy/clip_frac": 0.31, "policy/entropy": 0.09},
+            ["policy/approx_kl", "policy/clip_frac", "policy/entropy"],
+        ),
         ({"policy/clip_frac": 0.09, **SEVERAL}, ["policy/clip_frac"]),
         ({"policy/clip_frac": 0.1, **SEVERAL}, []),
         ({"policy/clip_frac": 0.0, "policy/updates": 1.0}, []),  # one update a step: nothing to clip
@@ -113,7 +132,9 @@ SEVERAL = {"policy/updates": 4.0}
         ({}, []),
     ],
 )
-def test_metrics_outside_their_healthy_range_get_a_line_of_advice(values: dict[str, float], names: list[str], tmp_path: Path) -> None:
+def test_metrics_outside_their_healthy_range_get_a_line_of_advice(
+    values: dict[str, float], names: list[str], tmp_path: Path
+) -> None:
     assert [line.split(" = ")[0] for line in unhealthy(values, run_of())] == names
     text = report.write(tmp_path, run_of(), History(last=values), None)
     assert ("Outside their healthy range at the end:\n- " in text) == bool(names)
@@ -122,12 +143,23 @@ def test_metrics_outside_their_healthy_range_get_a_line_of_advice(values: dict[s
 @pytest.mark.parametrize(
     ("values", "first"),
     [
-        ({"group/all_correct_ratio": 1.0, "group/advantage_diff/mean": 0.0}, "group/all_correct_ratio = 1: every episode succeeds"),
-        ({"env/A/invalid_actions": 1.0, "env/B/invalid_actions": 1.0}, "invalid_actions = 1: no answer holds an action"),
-        ({"group/advantage_diff/mean": 0.0, "env/A/invalid_actions": 0.4}, "group/advantage_diff/mean = 0: the members of every group"),
+        (
+            {"group/all_correct_ratio": 1.0, "group/advantage_diff/mean": 0.0},
+            "group/all_correct_ratio = 1: every episode succeeds",
+        ),
+        (
+            {"env/A/invalid_actions": 1.0, "env/B/invalid_actions": 1.0},
+            "invalid_actions = 1: no answer holds an action",
+        ),
+        (
+            {"group/advantage_diff/mean": 0.0, "env/A/invalid_actions": 0.4},
+            "group/advantage_diff/mean = 0: the members of every group",
+        ),
     ],
 )
-def test_where_a_step_taught_nothing_the_cause_is_first_and_no_higher_rate_is_advised(values: dict[str, float], first: str) -> None:
+def test_where_a_step_taught_nothing_the_cause_is_first_and_no_higher_rate_is_advised(
+    values: dict[str, float], first: str
+) -> None:
     symptoms = {"policy/clip_frac": 0.0, "policy/entropy": 0.01, **SEVERAL}
     assert "raise learning_rate" in " ".join(unhealthy(symptoms, run_of()))
     lines = unhealthy({**symptoms, **values}, run_of())
@@ -140,10 +172,14 @@ def test_each_side_of_a_range_has_its_advice() -> None:
     (few,), (many,) = (unhealthy({"policy/clip_frac": x, **SEVERAL}, run_of()) for x in (0.01, 0.5))
     assert few.startswith("policy/clip_frac = 0.01: few tokens reach the clip")
     assert many.startswith("policy/clip_frac = 0.5: most tokens are clipped")
-    assert unhealthy({"policy/approx_kl": float("nan")})[0].startswith("policy/approx_kl = nan: the policy moves too far")
+    assert unhealthy({"policy/approx_kl": float("nan")})[0].startswith(
+        "policy/approx_kl = nan: the policy moves too far"
+    )
 
 
-@pytest.mark.parametrize(("estimator", "told"), [("centring", True), ("dividing", False), ("as_it_is", False), ("unknown", False)])
+@pytest.mark.parametrize(
+    ("estimator", "told"), [("centring", True), ("dividing", False), ("as_it_is", False), ("unknown", False)]
+)
 def test_rewards_are_judged_where_a_mean_is_subtracted(estimator: str, told: bool) -> None:
     config = evolve(run_of(), adv_estimator=Choice(estimator))
     assert bool(unhealthy({"critic/reward/mean": 3.0}, config)) == told
@@ -154,9 +190,12 @@ def test_the_clip_is_judged_where_the_loss_has_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entropy", "score", "told"), [((3.0, 0.29), (0.5, 0.5), True), ((3.0, 0.29), (0.5, 0.6), False), ((3.0, 0.31), (0.5, 0.4), False)]
+    ("entropy", "score", "told"),
+    [((3.0, 0.29), (0.5, 0.5), True), ((3.0, 0.29), (0.5, 0.6), False), ((3.0, 0.31), (0.5, 0.4), False)],
 )
-def test_entropy_that_fell_without_a_better_score_has_collapsed(entropy: tuple[float, float], score: tuple[float, float], told: bool) -> None:
+def test_entropy_that_fell_without_a_better_score_has_collapsed(
+    entropy: tuple[float, float], score: tuple[float, float], told: bool
+) -> None:
     first, last = ({"policy/entropy": e, "critic/score/mean": s} for e, s in zip(entropy, score))
     lines = unhealthy(last, run_of(), first)
     assert [line.split(":")[0] for line in lines] == (["policy/entropy fell from 3 to 0.29"] if told else [])
@@ -173,7 +212,9 @@ def test_entropy_that_fell_without_a_better_score_has_collapsed(entropy: tuple[f
         (1e-4, "maker/model", 8, []),
     ],
 )
-def test_the_largest_rate_is_judged_for_a_pretrained_model(peak: float, pretrain: Any, rank: int | None, told: list[str], tmp_path: Path) -> None:
+def test_the_largest_rate_is_judged_for_a_pretrained_model(
+    peak: float, pretrain: Any, rank: int | None, told: list[str], tmp_path: Path
+) -> None:
     config = run_of(pretrain=pretrain, actor_train=Role(model_args=ModelArgs(lora_rank=rank)))
     lines = unhealthy({}, config, None, peak)
     assert [line.split(": ")[1].split(" ")[0] for line in lines] == told
@@ -183,7 +224,12 @@ def test_the_largest_rate_is_judged_for_a_pretrained_model(peak: float, pretrain
 
 def test_advice_names_its_section_of_the_documentation() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    told = {section for healthy in (*HEALTHY.values(), PRETRAINED_RATE) for _, section in (healthy.below, healthy.above) if section}
+    told = {
+        section
+        for healthy in (*HEALTHY.values(), PRETRAINED_RATE)
+        for _, section in (healthy.below, healthy.above)
+        if section
+    }
     assert {section for section in told if f"\n## {section}\n" not in page} == set()
     for name in HEALTHY:
         assert re.search(r"\(docs/troubleshooting.md: [A-Z][a-z ]+\)$|is 0\)$", unhealthy({name: float("nan")})[0])
@@ -196,7 +242,11 @@ def test_the_report_shows_the_learning_rate_that_the_updates_had(tmp_path: Path)
     history.trained(8, [])
     block = report.write(tmp_path, CONFIG, history, None).split("\n\n", 1)[1].splitlines()
     assert block[:3] == ["Learning rate of 16 updates in 8 steps, 0 to 0.9375:", "", "    ▁▂▃▄▅▆▇█"]
-    assert block[4:7] == ["| step | updates | first rate | last rate |", "|---:|---:|---:|---:|", "| 0 | 2 | 0 | 0.0625 |"]
+    assert block[4:7] == [
+        "| step | updates | first rate | last rate |",
+        "|---:|---:|---:|---:|",
+        "| 0 | 2 | 0 | 0.0625 |",
+    ]
     assert block[-1] == "| 7 | 2 | 0.875 | 0.9375 |"
     assert len(block) == 4 + 2 + 8
 
@@ -214,7 +264,9 @@ def test_the_table_of_rates_is_short_and_holds_the_largest(tmp_path: Path) -> No
     assert (bars[0], bars[-1]) == ("█", "▁")
 
 
-@pytest.mark.parametrize(("values", "bars"), [([0.0, 0.0], "▁▁"), ([3.0], "█"), ([0.0, 1.0, 4.0], "▁▃█"), ([0.0, 2.0, 2.0, 4.0], "▁▅▅█")])
+@pytest.mark.parametrize(
+    ("values", "bars"), [([0.0, 0.0], "▁▁"), ([3.0], "█"), ([0.0, 1.0, 4.0], "▁▃█"), ([0.0, 2.0, 2.0, 4.0], "▁▅▅█")]
+)
 def test_bars_run_from_zero_to_the_largest(values: list[float], bars: str) -> None:
     assert report.sparkline(values) == bars
 
@@ -233,7 +285,10 @@ def test_the_history_travels_through_json() -> None:
     history.note({"policy/loss": 0.5, "policy/entropy": 2.0})
     history.note({"policy/loss": 0.4})
     history.trained(3, [1e-6, 2e-6])
-    assert (history.first, history.last) == ({"policy/loss": 0.5, "policy/entropy": 2.0}, {"policy/loss": 0.4, "policy/entropy": 2.0})
+    assert (history.first, history.last) == (
+        {"policy/loss": 0.5, "policy/entropy": 2.0},
+        {"policy/loss": 0.4, "policy/entropy": 2.0},
+    )
     assert History.from_plain(json.loads(json.dumps(history.to_plain()))) == history
     assert History.from_plain(History().to_plain()) == History()
     assert History.from_plain({"evaluations": {}, "baselines": {}, "last": {}}) == History()

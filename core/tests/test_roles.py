@@ -18,7 +18,10 @@ from turnwise.testing.fakes import FakeRuntime
 from turnwise.testing.synthetic import training_rows
 
 Toy = Callable[..., Path]
-ROLE = {"training_args": {"learning_rate": 1.0, "per_device_train_batch_size": 2}, "strategy_args": {"strategy_name": "fake"}}
+ROLE = {
+    "training_args": {"learning_rate": 1.0, "per_device_train_batch_size": 2},
+    "strategy_args": {"strategy_name": "fake"},
+}
 
 
 class Placing(FakeRuntime):

@@ -1,4 +1,5 @@
-"""The buffer of groups: the order of what waits, replacements, the end of a run, counts, and its state as plain data. No event loop."""
+"""The buffer of groups: the order of what waits, replacements, the end of a run, counts, and its state as plain data.
+No event loop."""
 
 from __future__ import annotations
 
@@ -79,7 +80,11 @@ def test_a_group_without_two_members_is_replaced_in_its_slot_and_its_replacement
     assert order(buffer)[:4] == [(REPLACEMENT, 0), (REPLACEMENT, 1), (REPLACEMENT, 2), (1, 0)]
     now = buffer.step(0).groups[0]
     assert (now.round, now.seed, now.failures) == (1, environment_seed(3, "Lake", REPLACEMENT), [((0, 1, 0), "boom")])
-    assert (buffer.step(0).count("replaced_groups"), buffer.step(0).count("discarded_episodes"), buffer.step(0).count("attempts")) == (1, 1, 7)
+    assert (
+        buffer.step(0).count("replaced_groups"),
+        buffer.step(0).count("discarded_episodes"),
+        buffer.step(0).count("attempts"),
+    ) == (1, 1, 7)
 
 
 def test_evaluation_replaces_nothing() -> None:
@@ -123,11 +128,16 @@ def test_gauges_count_groups_by_what_they_do() -> None:
     started = buffer.start()
     assert started is not None
     started[0].begin(started[1], 0)
-    assert buffer.gauges() == {"waiting": 1, "playing": 1, "finished": 1}  # the second was replaced: its new members play
+    assert buffer.gauges() == {
+        "waiting": 1,
+        "playing": 1,
+        "finished": 1,
+    }  # the second was replaced: its new members play
 
 
 def under_way() -> GroupBuffer:
-    """Step 0 with a finished group, one replaced, one member of which has ended and one plays its second attempt; step 1 waits."""
+    """Step 0 with a finished group, one replaced, one member of which has ended and one plays its second attempt; step
+    1 waits."""
     buffer = GroupBuffer([plan(groups=2, size=2)], SETTINGS)
     buffer.admit(0)
     buffer.admit(1)
@@ -189,7 +199,9 @@ def test_groups_that_this_run_would_not_play_are_refused(plans: list[TagPlan], s
     assert len(buffer) == 0
 
 
-@pytest.mark.parametrize("damage", [1, {}, {"step": 0, "slot": "x", "round": 0}, {"step": 0, "slot": 0, "round": 0, "identity": None}])
+@pytest.mark.parametrize(
+    "damage", [1, {}, {"step": 0, "slot": "x", "round": 0}, {"step": 0, "slot": 0, "round": 0, "identity": None}]
+)
 def test_a_snapshot_that_cannot_be_read_is_an_error(damage: Any) -> None:
     with pytest.raises(CheckpointError, match="queue"):
         GroupBuffer([plan()], SETTINGS).restore([damage])

@@ -147,7 +147,10 @@ def test_calls_return_what_the_environment_returns(mode: str, world: ModuleType,
 @pytest.mark.parametrize("build", ["World", "AsyncWorld"])
 def test_an_exception_is_a_failure_with_its_cause(mode: str, build: str, world: ModuleType) -> None:
     async def scene(host: Host) -> None:
-        with pytest.raises(EnvironmentFailure, match=r"^World\.step raised ValueError: (two lines|boom), at .*world_.*\.py:\d+ in step$") as caught:
+        with pytest.raises(
+            EnvironmentFailure,
+            match=r"^World\.step raised ValueError: (two lines|boom), at .*world_.*\.py:\d+ in step$",
+        ) as caught:
             await host.call("step", 20.0, action="raise")
         assert caught.value.__cause__ is not None
         if mode == "process":
@@ -159,7 +162,9 @@ def test_an_exception_is_a_failure_with_its_cause(mode: str, build: str, world: 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("action", "what"), [("exit", "SystemExit: 3"), ("stop", "StopIteration")])
-def test_an_environment_that_exits_is_a_failure_and_no_end_of_the_run(mode: str, action: str, what: str, world: ModuleType) -> None:
+def test_an_environment_that_exits_is_a_failure_and_no_end_of_the_run(
+    mode: str, action: str, what: str, world: ModuleType
+) -> None:
     async def scene(host: Host) -> None:
         with pytest.raises(EnvironmentFailure, match=what):
             await host.call("step", 20.0, action=action)
@@ -172,7 +177,10 @@ def test_an_environment_that_cannot_be_built_says_why(mode: str, world: ModuleTy
     async def scene(host: Host) -> None:
         raise AssertionError("not reached")
 
-    with pytest.raises(EnvironmentFailure, match=r"^World\.build raised RuntimeError: no such level, at .*world_.*\.py:\d+ in __init__$"):
+    with pytest.raises(
+        EnvironmentFailure,
+        match=r"^World\.build raised RuntimeError: no such level, at .*world_.*\.py:\d+ in __init__$",
+    ):
         play(mode, partial(world.World, fail=True), scene)
     wait_for(lambda: not environment_threads())
 
@@ -189,7 +197,9 @@ def test_a_coroutine_is_awaited_and_its_hang_is_a_timeout(mode: str, world: Modu
     wait_for(lambda: not environment_threads())
 
 
-def test_a_hanging_thread_is_abandoned_and_closes_its_environment_when_the_call_returns(world: ModuleType, tmp_path: Path) -> None:
+def test_a_hanging_thread_is_abandoned_and_closes_its_environment_when_the_call_returns(
+    world: ModuleType, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
 
     async def scene(host: Host) -> float:
@@ -287,7 +297,9 @@ class Slow:
         pass
 
 
-def test_processes_start_as_many_at_once_as_there_are_cores_for_and_their_clock_begins_with_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_start_as_many_at_once_as_there_are_cores_for_and_their_clock_begins_with_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(HOSTS, "process", Slow)  # type: ignore[arg-type]
     monkeypatch.setattr(worker, "cores", lambda: 6)
     plans = [TagPlan(tag, object, Opens(), Limits(8, 1, 1, 1), groups=1, group_size=8, step="process") for tag in "ab"]  # type: ignore[arg-type]
@@ -351,7 +363,9 @@ class Level:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_error_names_the_file_and_line_of_the_environments_own_code(mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_the_file_and_line_of_the_environments_own_code(
+    mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = f"level_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(LEVELS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -363,8 +377,13 @@ def test_an_error_names_the_file_and_line_of_the_environments_own_code(mode: Any
         return str(caught.value)
 
     own = tmp_path / f"{name}.py"
-    assert re.fullmatch(rf"World\.step raised JSONDecodeError: .*, at {re.escape(str(own))}:18 in _judged", play(mode, level, step))
-    with pytest.raises(EnvironmentFailure, match=rf"World\.build raised RuntimeError: no such level, at {re.escape(str(own))}:9 in __init__"):
+    assert re.fullmatch(
+        rf"World\.step raised JSONDecodeError: .*, at {re.escape(str(own))}:18 in _judged", play(mode, level, step)
+    )
+    with pytest.raises(
+        EnvironmentFailure,
+        match=rf"World\.build raised RuntimeError: no such level, at {re.escape(str(own))}:9 in __init__",
+    ):
         play(mode, partial(level, broken=True), step)
 
 
@@ -382,7 +401,9 @@ class Judged:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_whole_response_reaches_an_environment_that_takes_it(mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_response_reaches_an_environment_that_takes_it(
+    mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = f"judged_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(JUDGED)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,5 @@
-"""`rollout_mock` on the fakes: a dump trained twice gives the same metrics, nothing is played, and what does not fit is told in one line."""
+"""`rollout_mock` on the fakes: a dump trained twice gives the same metrics, nothing is played, and what does not fit is
+told in one line."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def train(toy: Toy, name: str, mode: str, **changes: Any) -> list[dict[str, floa
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMED)} for line in lines]
 
 
-def test_the_same_dump_trained_twice_gives_the_same_metrics_as_each_other_and_as_the_run_that_wrote_it(toy: Toy) -> None:
+def test_the_same_dump_trained_twice_gives_the_same_metrics_as_each_other_and_as_the_run_that_wrote_it(
+    toy: Toy,
+) -> None:
     played = train(toy, "played", "dump")
     assert sorted(p.name for p in Path("dump").iterdir()) == [f"rollouts-{step:06d}.npz" for step in range(3)]
     first, second = train(toy, "first", "mock"), train(toy, "second", "mock")
@@ -55,7 +58,10 @@ def test_nothing_is_played(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_settings_of_training_are_tried_on_the_same_rollouts(toy: Toy) -> None:
     train(toy, "played", "dump")
-    role = {"training_args": {"learning_rate": 0.5, "per_device_train_batch_size": 2}, "strategy_args": {"strategy_name": "fake"}}
+    role = {
+        "training_args": {"learning_rate": 0.5, "per_device_train_batch_size": 2},
+        "strategy_args": {"strategy_name": "fake"},
+    }
     slow = train(toy, "slow", "mock", actor_train=role)
     fast = train(toy, "fast", "mock")
     assert [line["critic/score/mean"] for line in slow] == [line["critic/score/mean"] for line in fast]
@@ -72,7 +78,9 @@ def test_the_dumped_log_probs_are_not_taken_for_the_trainer_s_own(toy: Toy, monk
     monkeypatch.setattr("turnwise.pipeline.learner.OldLogProbs.__init__", told)
     for mode, shared in (("dump", True), ("mock", False)):
         block = {"enable": True, "mode": mode, "dump_dir": "dump"}
-        assert f"shared is {shared}" in turnwise("train", toy(**PLAIN, output_dir=f"{mode}-2", rollout_mock=block)).output
+        assert (
+            f"shared is {shared}" in turnwise("train", toy(**PLAIN, output_dir=f"{mode}-2", rollout_mock=block)).output
+        )
 
 
 def test_a_step_that_was_not_dumped_is_told_before_the_start(toy: Toy) -> None:
@@ -92,7 +100,10 @@ def test_a_dump_of_another_batch_or_a_damaged_one_ends_the_run_in_one_line(toy: 
     manager = {"num_env_groups": 1, "group_size": 4, "tags": ["Toy"]}
     other = turnwise("train", toy(**PLAIN, output_dir="other", rollout_mock=block, train_env_manager=manager))
     assert other.exit_code == 2
-    assert "was dumped with {'rollout_batch_size': 4, 'group_size': 2}, this run has {'rollout_batch_size': 4, 'group_size': 4}" in other.output
+    assert (
+        "was dumped with {'rollout_batch_size': 4, 'group_size': 2}, this run has {'rollout_batch_size': 4,"
+        " 'group_size': 4}" in other.output
+    )
     config = load(toy(**PLAIN, rollout_mock=block)).config
     file = mock.file_of(config, 1)
     file.write_bytes(file.read_bytes()[:100])
@@ -103,7 +114,9 @@ def test_a_dump_of_another_batch_or_a_damaged_one_ends_the_run_in_one_line(toy: 
 def test_evaluation_is_still_played(toy: Toy) -> None:
     path = toy(rollout_mock={"enable": True, "mode": "dump", "dump_dir": "dump"}, track_with=["jsonl"])
     assert turnwise("train", path).exit_code == 0
-    path = toy(rollout_mock={"enable": True, "mode": "mock", "dump_dir": "dump"}, track_with=["jsonl"], output_dir="again")
+    path = toy(
+        rollout_mock={"enable": True, "mode": "mock", "dump_dir": "dump"}, track_with=["jsonl"], output_dir="again"
+    )
     assert turnwise("train", path).exit_code == 0
     last = (Path("again") / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
     assert "val/Toy/score/mean" in last

@@ -1,4 +1,5 @@
-"""Episodes that give several trajectories, and those in which a further model plays: from the executor to batch, metrics and configuration."""
+"""Episodes that give several trajectories, and those in which a further model plays: from the executor to batch,
+metrics and configuration."""
 
 from __future__ import annotations
 
@@ -62,9 +63,13 @@ class TwoRoles:
     async def run(self, episode: Episode, sampler: Sampler) -> Any:
         await episode.environment.reset()
         first = await sampler.generate(turn=0, messages=[{"role": "user", "content": "?"}], max_new_tokens=1)
-        second = await episode.samplers["other"].generate(turn=1, messages=[{"role": "user", "content": "?"}], max_new_tokens=1)
+        second = await episode.samplers["other"].generate(
+            turn=1, messages=[{"role": "user", "content": "?"}], max_new_tokens=1
+        )
         won = float(first.text == "yes") + episode.member
-        played = [trajectory(episode.group, episode.member, role, score) for role, score in (("first", won), ("second", -won))]
+        played = [
+            trajectory(episode.group, episode.member, role, score) for role, score in (("first", won), ("second", -won))
+        ]
         assert second.text == "no"
         return self.returned(played)
 
@@ -75,7 +80,16 @@ class TwoRoles:
 def rolled_out(manager: Any, other: Says, settings: RolloutSettings = SETTINGS) -> RolloutResult:
     async def play() -> RolloutResult:
         limits = Limits(8, 1, 1, 1)
-        plan = TagPlan("T", FakeEnvironment, manager, limits, groups=2, group_size=2, step="inline", samplers={"other": lambda: other})
+        plan = TagPlan(
+            "T",
+            FakeEnvironment,
+            manager,
+            limits,
+            groups=2,
+            group_size=2,
+            step="inline",
+            samplers={"other": lambda: other},
+        )
         scheduler = Scheduler([plan], settings, Says("yes"), None)
         try:
             return await scheduler.next_batch(0, version=0)
@@ -88,7 +102,9 @@ def rolled_out(manager: Any, other: Says, settings: RolloutSettings = SETTINGS) 
 def test_every_role_of_an_episode_is_a_trajectory_with_rows_of_its_own() -> None:
     other = Says("no")
     played = rolled_out(TwoRoles(), other)
-    assert [(t.group, t.member, t.role) for t in played.trajectories] == [(g, m, r) for g in (0, 1) for m in (0, 1) for r in ("first", "second")]
+    assert [(t.group, t.member, t.role) for t in played.trajectories] == [
+        (g, m, r) for g in (0, 1) for m in (0, 1) for r in ("first", "second")
+    ]
     assert [len(rows) for rows in played.samples] == [1] * 8
     assert (played.counts["episodes"], played.counts["turns"]) == (4, 8)
     assert len(other.asked) == 4
@@ -108,8 +124,14 @@ def test_a_role_is_compared_with_the_same_role_of_its_group() -> None:
     got = metrics.batch_metrics(batch)
     assert (got["rollout/success"], got["group/all_correct_ratio"], got["group/all_wrong_ratio"]) == (0.5, 0.5, 0.5)
     by_tag = metrics.environment_metrics(played.trajectories)
-    assert (by_tag["env/T/first/score/mean"], by_tag["env/T/second/score/mean"], by_tag["env/T/second/success"]) == (1.5, -1.5, 0.0)
-    assert metrics.evaluation_metrics(played.trajectories, {"T": 5})["val/T/failed"] == pytest.approx(0.2)  # one of five episodes
+    assert (by_tag["env/T/first/score/mean"], by_tag["env/T/second/score/mean"], by_tag["env/T/second/success"]) == (
+        1.5,
+        -1.5,
+        0.0,
+    )
+    assert metrics.evaluation_metrics(played.trajectories, {"T": 5})["val/T/failed"] == pytest.approx(
+        0.2
+    )  # one of five episodes
 
 
 def test_without_roles_groups_are_what_they_were() -> None:
@@ -125,7 +147,9 @@ def test_a_role_is_written_and_read() -> None:
     assert trajectory_record(0, one)["role"] == "first"
 
 
-@pytest.mark.parametrize("returned", [lambda played: [], lambda played: None, lambda played: [played[0], played[0]], lambda played: ["x"]])
+@pytest.mark.parametrize(
+    "returned", [lambda played: [], lambda played: None, lambda played: [played[0], played[0]], lambda played: ["x"]]
+)
 def test_what_is_no_list_of_roles_ends_the_run_with_its_manager_named(returned: Callable[..., Any]) -> None:
     with pytest.raises(PluginError, match=r"the environment manager of T returned .*Fix:"):
         rolled_out(TwoRoles(returned), Says("no"))

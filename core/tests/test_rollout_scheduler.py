@@ -62,11 +62,15 @@ class Manager:
             _, reward, *_ = await episode.environment.step(answer.text)
             mask, versions = np.ones(len(answer.ids), bool), np.zeros(len(answer.ids), np.int32)
             turns.append(Turn(ids, answer.ids, mask, None, versions, reward, anchor=k))
-        return Trajectory(episode.tag, episode.group, episode.member, episode.seed, tuple(turns), "turns", attempt=episode.attempt)
+        return Trajectory(
+            episode.tag, episode.group, episode.member, episode.seed, tuple(turns), "turns", attempt=episode.attempt
+        )
 
     def samples(self, trajectory: Trajectory) -> list[Sample]:
         n = len(trajectory.turns)
-        return [Sample(np.zeros(n, np.int32), np.zeros(n, bool), np.full(n, -1, np.int32), None, np.full(n, -1, np.int32))]
+        return [
+            Sample(np.zeros(n, np.int32), np.zeros(n, bool), np.full(n, -1, np.int32), None, np.full(n, -1, np.int32))
+        ]
 
 
 class Backend:
@@ -108,11 +112,15 @@ def schedule(plans: list[TagPlan], settings: RolloutSettings, backend: Any) -> S
     return Scheduler(plans, settings, backend, None)
 
 
-def batch(plans: list[TagPlan], settings: RolloutSettings = CALM, backend: Any = None, step: int = 0, render: int = 0) -> RolloutResult:
+def batch(
+    plans: list[TagPlan], settings: RolloutSettings = CALM, backend: Any = None, step: int = 0, render: int = 0
+) -> RolloutResult:
     async def run() -> RolloutResult:
         scheduler = schedule(plans, settings, backend or Backend())
         try:
-            return await (scheduler.evaluate(render=render) if settings.evaluation else scheduler.next_batch(step, version=step))
+            return await (
+                scheduler.evaluate(render=render) if settings.evaluation else scheduler.next_batch(step, version=step)
+            )
         finally:
             await scheduler.close()
             await scheduler.close()
@@ -156,7 +164,15 @@ def test_a_batch_holds_every_group_in_order_with_derived_seeds() -> None:
     assert request.seed == request_seed(environment_seed(11, "Lake", 13), 1, 0, 2)
     assert (request.tag, request.actions, request.max_new_tokens, request.args.temperature) == ("Lake", ("go",), 4, 0.5)
     assert len({r.seed for r in backend.requests}) == 7 * TURNS
-    expected = {"episodes": 7, "planned_episodes": 7, "attempts": 7, "turns": 21, "sampled_tokens": 42, "env_failures": 0, "retries": 0}
+    expected = {
+        "episodes": 7,
+        "planned_episodes": 7,
+        "attempts": 7,
+        "turns": 21,
+        "sampled_tokens": 42,
+        "env_failures": 0,
+        "retries": 0,
+    }
     assert {name: result.counts[name] for name in expected} == expected
     assert result.failures == []
 
@@ -173,7 +189,9 @@ def test_a_batch_holds_every_group_in_order_with_derived_seeds() -> None:
     ],
 )
 @pytest.mark.parametrize("mode", ["inline", "thread"])
-def test_a_failed_episode_is_counted_and_played_again_with_the_same_seed(mode: Any, what: str, fault: Callable[[], Any], cause: str) -> None:
+def test_a_failed_episode_is_counted_and_played_again_with_the_same_seed(
+    mode: Any, what: str, fault: Callable[[], Any], cause: str
+) -> None:
     log: list[Any] = []
     result = batch([plan(log, fails_first(1, what, fault), groups=1, step=mode)])
     assert places(result) == [(0, 0), (0, 1)]
@@ -221,17 +239,29 @@ def test_a_member_without_attempts_left_is_dropped_and_its_group_kept_while_two_
     assert (kept.counts["dropped_members"], kept.counts["replaced_groups"]) == (1, 0)
     replaced = run(failures=2)
     assert places(replaced)[3:] == [(REPLACEMENT, 0), (REPLACEMENT, 1), (REPLACEMENT, 2)]
-    assert (replaced.counts["dropped_members"], replaced.counts["replaced_groups"], replaced.counts["discarded_episodes"]) == (2, 1, 1)
+    assert (
+        replaced.counts["dropped_members"],
+        replaced.counts["replaced_groups"],
+        replaced.counts["discarded_episodes"],
+    ) == (2, 1, 1)
 
 
 def test_a_group_with_one_usable_member_is_replaced_under_its_own_serial_number() -> None:
     lost = environment_seed(11, "Lake", 1)
     result = batch(
-        [plan([], lambda world, what: throw() if world.seed == lost and what == "step" else None, groups=3)], evolve(CALM, max_env_retries=1)
+        [plan([], lambda world, what: throw() if world.seed == lost and what == "step" else None, groups=3)],
+        evolve(CALM, max_env_retries=1),
     )
     assert places(result) == [(0, 0), (0, 1), (2, 0), (2, 1), (1 + REPLACEMENT, 0), (1 + REPLACEMENT, 1)]
     assert result.trajectories[-1].seed == environment_seed(11, "Lake", 1 + REPLACEMENT)
-    counts = {"replaced_groups": 1, "dropped_members": 2, "env_failures": 4, "retries": 2, "episodes": 6, "attempts": 10}
+    counts = {
+        "replaced_groups": 1,
+        "dropped_members": 2,
+        "env_failures": 4,
+        "retries": 2,
+        "episodes": 6,
+        "attempts": 10,
+    }
     assert {name: result.counts[name] for name in counts} == counts
 
 
@@ -257,7 +287,9 @@ def test_results_do_not_depend_on_timing() -> None:
 
 def test_a_run_stops_past_the_failure_rate_and_says_why() -> None:
     settings = evolve(CALM, max_env_failure_rate=0.25)
-    assert len(batch([plan([], fails_first(1, "step", throw))], settings).trajectories) == 4  # 1 of 4 is not past a quarter
+    assert (
+        len(batch([plan([], fails_first(1, "step", throw))], settings).trajectories) == 4
+    )  # 1 of 4 is not past a quarter
     with pytest.raises(EnvironmentFailure) as caught:
         batch([plan([], fails_first(2, "step", throw))], settings)
     text = str(caught.value)
@@ -300,7 +332,8 @@ def test_an_exception_of_the_manager_is_a_failed_attempt_but_an_error_of_turnwis
 
 
 @pytest.mark.parametrize(
-    ("raised", "text"), [(EngineError("lost"), "^lost$"), (RuntimeError("CUDA"), "backend raised RuntimeError: CUDA for turn 1 of Lake")]
+    ("raised", "text"),
+    [(EngineError("lost"), "^lost$"), (RuntimeError("CUDA"), "backend raised RuntimeError: CUDA for turn 1 of Lake")],
 )
 def test_an_error_of_the_backend_ends_the_batch_and_aborts_every_other_request(raised: Exception, text: str) -> None:
     async def answer(request: Request) -> None:
@@ -322,7 +355,9 @@ def test_a_request_that_is_never_answered_ends_the_batch() -> None:
             await asyncio.sleep(60)
 
     start = time.monotonic()
-    with pytest.raises(EngineError, match=r"turn 2 of Lake, group 1, member 0, attempt 0 within request_timeout: 0\.1 s"):
+    with pytest.raises(
+        EngineError, match=r"turn 2 of Lake, group 1, member 0, attempt 0 within request_timeout: 0\.1 s"
+    ):
         batch([plan([])], evolve(CALM, request_timeout=0.1), Backend(answer))
     assert time.monotonic() - start < 2
 
@@ -362,11 +397,15 @@ def test_a_manager_that_ends_its_task_by_no_exception_ends_the_batch_with_the_er
 
     log: list[Any] = []
     backend = Backend()
-    with pytest.raises(TurnwiseError, match=rf"^Lake, group 1, member 0: the episode ended by {type(error).__name__}") as caught:
+    with pytest.raises(
+        TurnwiseError, match=rf"^Lake, group 1, member 0: the episode ended by {type(error).__name__}"
+    ) as caught:
         ends([evolve(plan(log), manager=Leaves())], backend)
     assert caught.value.__cause__ is error
     assert backend.events[-1] == 0
-    if not isinstance(error, GeneratorExit):  # what is thrown into a coroutine that is dropped: it may await nothing more
+    if not isinstance(
+        error, GeneratorExit
+    ):  # what is thrown into a coroutine that is dropped: it may await nothing more
         assert sum(entry[0] == "closed" for entry in log) == 4  # its environment, too
 
 
@@ -376,7 +415,9 @@ def test_a_backend_that_raises_no_exception_ends_the_batch_with_the_error(error:
         if request.order == (0, 0, 1, 0, 1):
             raise error
 
-    with pytest.raises(EngineError, match=rf"backend raised {type(error).__name__}: .* for turn 1 of Lake, group 0, member 1") as caught:
+    with pytest.raises(
+        EngineError, match=rf"backend raised {type(error).__name__}: .* for turn 1 of Lake, group 0, member 1"
+    ) as caught:
         ends([plan([])], Backend(answer))
     assert caught.value.__cause__ is error
 
@@ -475,7 +516,9 @@ def test_environments_are_reused_from_batch_to_batch() -> None:
     async def run() -> None:
         scheduler = schedule([plan(log)], CALM, Backend())
         for step in range(3):
-            assert places(await scheduler.next_batch(step, version=step)) == [(2 * step + g, m) for g in (0, 1) for m in (0, 1)]
+            assert places(await scheduler.next_batch(step, version=step)) == [
+                (2 * step + g, m) for g in (0, 1) for m in (0, 1)
+            ]
         await scheduler.close()
 
     asyncio.run(run())
@@ -522,12 +565,21 @@ def test_evaluation_plays_the_same_tasks_every_time_and_replaces_nothing() -> No
 def test_frames_of_the_first_episodes_of_each_tag() -> None:
     plans = [plan([]), plan([], tag="Box", step="thread")]
     result = batch(plans, evolve(CALM, evaluation=True), render=3)
-    assert sorted(result.frames) == [("Box", 2, 0), ("Box", 2, 1), ("Box", 3, 0), ("Lake", 0, 0), ("Lake", 0, 1), ("Lake", 1, 0)]
+    assert sorted(result.frames) == [
+        ("Box", 2, 0),
+        ("Box", 2, 1),
+        ("Box", 3, 0),
+        ("Lake", 0, 0),
+        ("Lake", 0, 1),
+        ("Lake", 1, 0),
+    ]
     seed = environment_seed(11, "Lake", 0, evaluation=True)
     assert result.frames[("Lake", 0, 0)] == [f"frame of {seed}"] * (1 + TURNS)
 
 
-def test_an_environment_that_cannot_render_is_played_without_frames(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_environment_that_cannot_render_is_played_without_frames(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(World, "render", lambda self: throw())
     result = batch([plan([])], evolve(CALM, evaluation=True), render=1)
     assert (len(result.trajectories), result.frames, result.failures) == (4, {}, [])
@@ -583,7 +635,9 @@ def test_a_replacement_is_played_before_what_belongs_to_later_steps() -> None:
 
     asyncio.run(run())
     seeds = [entry[1] for entry in log if entry[0] == "reset"]
-    assert seeds == [environment_seed(11, "Lake", group) for group in (0, 0, REPLACEMENT, REPLACEMENT, 1, 1, 2, 2, 3, 3)]
+    assert seeds == [
+        environment_seed(11, "Lake", group) for group in (0, 0, REPLACEMENT, REPLACEMENT, 1, 1, 2, 2, 3, 3)
+    ]
 
 
 def test_two_schedulers_of_a_backend_report_one_sum() -> None:
@@ -642,7 +696,8 @@ def test_a_failure_of_what_plays_ahead_lowers_the_number_alive_and_ends_the_next
 
 
 class Elsewhere:
-    """An executor that hands every episode to one that plays here, and remembers the attempts; `lose` of them get lost with their worker."""
+    """An executor that hands every episode to one that plays here, and remembers the attempts; `lose` of them get lost
+    with their worker."""
 
     workers = 3
 
@@ -688,9 +743,13 @@ def elsewhere(settings: RolloutSettings, lose: int = 0, groups: int = 2) -> tupl
 def test_episodes_played_on_another_stage_are_the_same_ones() -> None:
     there, executor = elsewhere(CALM)
     here = batch([plan([])])
-    assert [(t.group, t.member, t.seed) for t in there.trajectories] == [(t.group, t.member, t.seed) for t in here.trajectories]
+    assert [(t.group, t.member, t.seed) for t in there.trajectories] == [
+        (t.group, t.member, t.seed) for t in here.trajectories
+    ]
     assert there.counts == here.counts
-    assert {(s.tag, s.group, s.member, s.attempt) for s in executor.specs} == {("Lake", g, m, 0) for g in (0, 1) for m in (0, 1)}
+    assert {(s.tag, s.group, s.member, s.attempt) for s in executor.specs} == {
+        ("Lake", g, m, 0) for g in (0, 1) for m in (0, 1)
+    }
     assert {s.seed for s in executor.specs} == {environment_seed(CALM.seed, "Lake", g) for g in (0, 1)}
     assert executor.closed == 1
 

@@ -26,7 +26,11 @@ def test_environment_seeds_fit_in_32_bits_and_repeat(seed: int, tag: str, group:
 
 def test_environment_seeds_differ_by_each_of_their_sources() -> None:
     places = [
-        (seed, tag, group, evaluation) for seed in (0, 1) for tag in ("a", "b") for group in (0, 1, REPLACEMENT) for evaluation in (False, True)
+        (seed, tag, group, evaluation)
+        for seed in (0, 1)
+        for tag in ("a", "b")
+        for group in (0, 1, REPLACEMENT)
+        for evaluation in (False, True)
     ]
     seeds = {environment_seed(seed, tag, group, evaluation=evaluation) for seed, tag, group, evaluation in places}
     assert len(seeds) == len(places)
@@ -39,9 +43,22 @@ def test_request_seeds_differ_by_member_attempt_and_turn() -> None:
 
 
 def test_seeds_are_the_same_in_a_process_with_another_hash_seed() -> None:
-    code = "from turnwise.rollout.seeds import *; print(environment_seed(7, 'Lake', 3), request_seed(5, 1, 2, 3), task_index(7, 'Lake', 12, 9))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | {"PYTHONHASHSEED": "99"})
-    assert run.stdout.split() == [str(environment_seed(7, "Lake", 3)), str(request_seed(5, 1, 2, 3)), str(task_index(7, "Lake", 12, 9))]
+    code = (
+        "from turnwise.rollout.seeds import *; print(environment_seed(7, 'Lake', 3), request_seed(5, 1, 2, 3),"
+        " task_index(7, 'Lake', 12, 9))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONHASHSEED": "99"},
+    )
+    assert run.stdout.split() == [
+        str(environment_seed(7, "Lake", 3)),
+        str(request_seed(5, 1, 2, 3)),
+        str(task_index(7, "Lake", 12, 9)),
+    ]
 
 
 def test_tag_digest_is_that_of_blake2b() -> None:

@@ -70,5 +70,7 @@ def test_a_dump_holds_nothing_open_and_takes_up_nothing_that_was_played(toy: Toy
     source = Dumped(load(toy(rollout_mock={"enable": True, "mode": "mock", "dump_dir": "dump"})).config)
     assert source.state() == {"queue": []}
     source.restore(source.state())
-    with pytest.raises(CheckpointError, match=r"holds groups that were played and not trained.*Fix: resume without rollout_mock"):
+    with pytest.raises(
+        CheckpointError, match=r"holds groups that were played and not trained.*Fix: resume without rollout_mock"
+    ):
         source.restore({"queue": ["a group"]})

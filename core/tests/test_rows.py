@@ -23,7 +23,13 @@ def make_rows(masks: list[list[bool]]) -> Rows:
     offsets = np.cumsum([0] + [len(m) for m in masks]).astype(np.int64)
     sampled = np.flatnonzero(mask)
     images = tuple((np.full((1, 1, 3), s, np.uint8),) for s in range(len(masks)))
-    return Rows(np.arange(len(mask), dtype=np.int32), offsets, mask, {"at": sampled, "wide": np.stack([sampled, -sampled], 1)}, images)
+    return Rows(
+        np.arange(len(mask), dtype=np.int32),
+        offsets,
+        mask,
+        {"at": sampled, "wide": np.stack([sampled, -sampled], 1)},
+        images,
+    )
 
 
 @given(st.data())
@@ -56,7 +62,9 @@ def test_rows_of_a_batch_hold_its_samples_columns_and_images() -> None:
     played = [Trajectory("A", 0, m, 0, turns, "terminated", images=pictures) for m in range(2)]
 
     def row(turn: int, images: tuple[int, ...]) -> Sample:
-        return Sample(np.array([9, 10 + turn]), np.array([False, True]), np.array([-1, turn]), None, np.zeros(2), images=images)
+        return Sample(
+            np.array([9, 10 + turn]), np.array([False, True]), np.array([-1, turn]), None, np.zeros(2), images=images
+        )
 
     batch = build_batch(played, [[row(0, (0,)), row(1, (0, 1))], [row(0, ())]])
     rows = rows_of(batch)
@@ -64,7 +72,11 @@ def test_rows_of_a_batch_hold_its_samples_columns_and_images() -> None:
     assert rows.offsets.tolist() == [0, 2, 4, 6]
     assert rows.columns["trajectory"].tolist() == [0, 0, 1]
     assert rows.columns["turn"].tolist() == [0, 1, 2]
-    assert rows.columns["token_level_rewards"].tolist() == [1, 1, 2]  # nothing was sampled in the last turn of the second trajectory
+    assert rows.columns["token_level_rewards"].tolist() == [
+        1,
+        1,
+        2,
+    ]  # nothing was sampled in the last turn of the second trajectory
     assert [[int(i[0, 0, 0]) for i in mine] for mine in rows.images] == [[0], [0, 1], []]
     some = rows_of(batch, np.array([2, 1]), columns=("sample",))
     assert set(some.columns) == {"sample"}
@@ -75,6 +87,7 @@ def test_rows_of_a_batch_hold_its_samples_columns_and_images() -> None:
 def test_rows_without_any_image_carry_none() -> None:
     turn = Turn(np.zeros(0), np.zeros(0), np.zeros(0, np.bool_), None, np.zeros(0), 1.0, None)
     batch = build_batch(
-        [Trajectory("A", 0, 0, 0, (turn,), "terminated")], [[Sample(np.zeros(2), np.array([False, True]), np.array([-1, 0]), None, np.zeros(2))]]
+        [Trajectory("A", 0, 0, 0, (turn,), "terminated")],
+        [[Sample(np.zeros(2), np.array([False, True]), np.array([-1, 0]), None, np.zeros(2))]],
     )
     assert rows_of(batch).images == ()

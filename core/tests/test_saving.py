@@ -50,7 +50,9 @@ class Room:
         self.restored: list[Any] = []
         backend: Any = None
         training: Any = {"actor_train": self.actor}
-        roles = Roles(backend, self.actor, backend, None, False, self.critic, "fake", Colocation(self.config, training, backend))  # type: ignore[arg-type]
+        roles = Roles(
+            backend, self.actor, backend, None, False, self.critic, "fake", Colocation(self.config, training, backend)
+        )  # type: ignore[arg-type]
         rollouts: Any = SimpleNamespace(state=lambda: {"queue": []}, restore=self.restored.append)
         learner: Any = SimpleNamespace(kl_coef=0.25)
         self.progress, self.clock = progress or Progress(), Clock()
@@ -91,7 +93,9 @@ def test_what_is_saved_already_is_not_written_again(toy: Toy) -> None:
 
 
 @pytest.mark.parametrize("gone", [EngineError("gone"), None])
-def test_a_run_that_fails_is_saved_without_its_backend(toy: Toy, gone: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_is_saved_without_its_backend(
+    toy: Toy, gone: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     room, slept = Room(toy), list[str]()
 
     async def sleep() -> None:
@@ -107,7 +111,9 @@ def test_a_run_that_fails_is_saved_without_its_backend(toy: Toy, gone: Exception
     assert room.progress.saved == Path("out/checkpoints/checkpoint-000002")
 
 
-def test_what_could_not_be_saved_is_not_tried_again_for_the_same_failure(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_saved_is_not_tried_again_for_the_same_failure(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     room, tried = Room(toy), list[Path]()
 
     async def full(folder: Path) -> None:

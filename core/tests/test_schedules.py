@@ -1,4 +1,5 @@
-"""Learning rates: the reference numbers, equality with transformers at one update a step, and what a wrong schedule is told."""
+"""Learning rates: the reference numbers, equality with transformers at one update a step, and what a wrong schedule is
+told."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ OURS = {
 
 
 @pytest.mark.parametrize(
-    ("warmup", "name", "at", "expected"), [(w, name, at, rate) for (w, name), table in OURS.items() for at, rate in table.items()]
+    ("warmup", "name", "at", "expected"),
+    [(w, name, at, rate) for (w, name), table in OURS.items() for at, rate in table.items()],
 )
 def test_reference_numbers(warmup: int, name: str, at: tuple[int, int, int], expected: float) -> None:
     p, k, n = at
@@ -56,8 +58,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("inverse_sqrt", {}),
     ("inverse_sqrt", {"timescale": 25}),
     ("warmup_stable_decay", {"num_decay_steps": 15}),
-    ("warmup_stable_decay", {"num_decay_steps": 12, "decay_type": "linear", "min_lr_ratio": 0.2, "warmup_type": "cosine"}),
-    ("warmup_stable_decay", {"num_decay_steps": 12, "num_stable_steps": 5, "decay_type": "1-sqrt", "warmup_type": "1-sqrt"}),
+    (
+        "warmup_stable_decay",
+        {"num_decay_steps": 12, "decay_type": "linear", "min_lr_ratio": 0.2, "warmup_type": "cosine"},
+    ),
+    (
+        "warmup_stable_decay",
+        {"num_decay_steps": 12, "num_stable_steps": 5, "decay_type": "1-sqrt", "warmup_type": "1-sqrt"},
+    ),
     ("warmup_stable_decay", {"num_decay_steps": 12, "num_cycles": 1.5, "min_lr_ratio": 0.05}),
 ]
 
@@ -76,7 +84,9 @@ def test_equals_transformers_at_one_update_a_step(name: str, kwargs: dict[str, A
     ours = Schedule(name, warmup, kwargs)
     assert ours.check(base, max_steps) == []
     for p in range(max_steps):
-        assert learning_rate(base, ours, p, 0, 1, max_steps) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=1e-20), p
+        assert learning_rate(base, ours, p, 0, 1, max_steps) == pytest.approx(
+            theirs.get_last_lr()[0], rel=1e-12, abs=1e-20
+        ), p
         optimizer.step()
         theirs.step()
 
@@ -87,9 +97,18 @@ def test_every_schedule_is_compared() -> None:
 
 @pytest.mark.parametrize("warmup", [0, 10])
 @pytest.mark.parametrize("updates", [1, 3, 40])
-@pytest.mark.parametrize(("name", "kwargs"), [v for v in VARIANTS if v[0] in ("linear", "polynomial", "cosine_with_min_lr", "constant_with_warmup")])
-def test_only_the_very_first_update_may_have_rate_zero(name: str, kwargs: dict[str, Any], updates: int, warmup: int) -> None:
-    rates = [learning_rate(5e-6, Schedule(name, warmup, kwargs), p, k, updates, 40) for p in range(40) for k in range(updates)]
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [v for v in VARIANTS if v[0] in ("linear", "polynomial", "cosine_with_min_lr", "constant_with_warmup")],
+)
+def test_only_the_very_first_update_may_have_rate_zero(
+    name: str, kwargs: dict[str, Any], updates: int, warmup: int
+) -> None:
+    rates = [
+        learning_rate(5e-6, Schedule(name, warmup, kwargs), p, k, updates, 40)
+        for p in range(40)
+        for k in range(updates)
+    ]
     assert (rates[0] == 0) == (warmup > 0)
     assert min(rates[1:]) > 0
     assert max(rates) <= 5e-6 * (1 + 1e-12)
@@ -121,19 +140,38 @@ def test_a_run_that_cut_trajectories_into_rows_never_trains_at_rate_zero() -> No
 @pytest.mark.parametrize(
     ("name", "kwargs", "line"),
     [
-        ("linaer", {}, "lr_scheduler_type: 'linaer' is unknown. Did you mean 'linear'? Known: constant, constant_with_warmup, cosine, "),
-        ("cosine_with_min_lr", {"min_rl": 1e-7}, "lr_scheduler_kwargs.min_rl: unknown for the schedule cosine_with_min_lr. Did you mean 'min_lr'?"),
+        (
+            "linaer",
+            {},
+            (
+                "lr_scheduler_type: 'linaer' is unknown. Did you mean 'linear'? Known: constant, constant_with_warmup,"
+                " cosine, "
+            ),
+        ),
+        (
+            "cosine_with_min_lr",
+            {"min_rl": 1e-7},
+            "lr_scheduler_kwargs.min_rl: unknown for the schedule cosine_with_min_lr. Did you mean 'min_lr'?",
+        ),
         ("linear", {"num_cycles": 1}, "lr_scheduler_kwargs.num_cycles: unknown for the schedule linear. Known: none"),
         ("cosine_with_min_lr", {}, "lr_scheduler_kwargs: cosine_with_min_lr needs either min_lr or min_lr_rate"),
         ("cosine_with_min_lr", {"min_lr": 0.0, "min_lr_rate": 0.1}, "needs either min_lr or min_lr_rate"),
-        ("cosine_with_min_lr", {"min_lr_rate": 3}, "lr_scheduler_kwargs.min_lr_rate: 3 is a share of the learning rate and above 1"),
+        (
+            "cosine_with_min_lr",
+            {"min_lr_rate": 3},
+            "lr_scheduler_kwargs.min_lr_rate: 3 is a share of the learning rate and above 1",
+        ),
         ("polynomial", {"power": "2"}, "lr_scheduler_kwargs.power: '2' is not a number"),
         ("polynomial", {"power": True}, "lr_scheduler_kwargs.power: True is not a number"),
         ("polynomial", {"lr_end": math.nan}, "lr_scheduler_kwargs.lr_end: nan is not a number"),
         ("polynomial", {"lr_end": -1e-7}, "lr_scheduler_kwargs.lr_end: -1e-07 is negative"),
         ("inverse_sqrt", {"timescale": 0}, "lr_scheduler_kwargs.timescale: 0 is not positive"),
         ("wsd", {}, "lr_scheduler_kwargs: warmup_stable_decay needs num_decay_steps"),
-        ("wsd", {"num_decay_steps": 5, "decay_type": "cosin"}, "lr_scheduler_kwargs.decay_type: 'cosin' is unknown. Did you mean 'cosine'?"),
+        (
+            "wsd",
+            {"num_decay_steps": 5, "decay_type": "cosin"},
+            "lr_scheduler_kwargs.decay_type: 'cosin' is unknown. Did you mean 'cosine'?",
+        ),
     ],
 )
 def test_a_wrong_schedule_is_told_in_one_line(name: str, kwargs: dict[str, Any], line: str) -> None:
@@ -150,7 +188,9 @@ def test_all_mistakes_are_told_at_once() -> None:
 
 
 def test_ends_that_do_not_fit_the_run_are_told_by_check() -> None:
-    assert Schedule("polynomial").check(1e-7, 10) == ["lr_scheduler_kwargs.lr_end: 1e-07 is not below learning_rate 1e-07"]
+    assert Schedule("polynomial").check(1e-7, 10) == [
+        "lr_scheduler_kwargs.lr_end: 1e-07 is not below learning_rate 1e-07"
+    ]
     assert Schedule("cosine_with_min_lr", 0, {"min_lr": 1e-5}).check(1e-6, 10) == [
         "lr_scheduler_kwargs.min_lr: 1e-05 is not below learning_rate 1e-06"
     ]
@@ -167,7 +207,8 @@ def test_a_schedule_that_ends_at_a_rate_needs_the_base() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "steps", "expected"), [(0.07, 100, 7), (0.1, 30, 3), (0.03, 200, 6), (0.031, 200, 7), (0.0, 50, 0), (1.0, 9, 9), (1e-5, 10, 1)]
+    ("ratio", "steps", "expected"),
+    [(0.07, 100, 7), (0.1, 30, 3), (0.03, 200, 6), (0.031, 200, 7), (0.0, 50, 0), (1.0, 9, 9), (1e-5, 10, 1)],
 )
 def test_a_ratio_is_rounded_up_from_the_decimal_that_was_written(ratio: float, steps: int, expected: int) -> None:
     assert warmup_steps_of(0, ratio, steps) == expected

@@ -21,7 +21,9 @@ def test_the_run_goes_on_while_no_more_than_the_limit_come_in_a_row(caplog: Any)
     for result in (BROKEN, BROKEN, SOUND, BROKEN, BROKEN):
         skipped.count(UPDATE, result)
     assert len(caplog.records) == 4
-    with pytest.raises(TrainerError, match=r"^3 update\(s\) of actor_train in a row .*gradient norm inf, learning rate 1e-06\)\. Fix: ") as caught:
+    with pytest.raises(
+        TrainerError, match=r"^3 update\(s\) of actor_train in a row .*gradient norm inf, learning rate 1e-06\)\. Fix: "
+    ) as caught:
         skipped.count(UPDATE, BROKEN)
     assert "\n" not in str(caught.value)
 

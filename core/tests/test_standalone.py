@@ -27,7 +27,10 @@ from turnwise.testing.fake_model import initial_weights, save_model
 from turnwise.testing.fakes import FakeBackend
 
 Toy = Callable[..., Path]
-TWO = {"A": {"env_type": "fake", "env_manager": "fake", "max_steps": 3}, "B": {"env_type": "fake", "env_manager": "fake", "max_steps": 2}}
+TWO = {
+    "A": {"env_type": "fake", "env_manager": "fake", "max_steps": 3},
+    "B": {"env_type": "fake", "env_manager": "fake", "max_steps": 2},
+}
 
 
 @pytest.fixture
@@ -71,7 +74,10 @@ def test_split_tag_episodes_and_seed_are_heard(config: RunConfig) -> None:
 def test_wishes_that_cannot_be_met_are_one_line(config: RunConfig) -> None:
     with pytest.raises(ConfigError, match=r"^--tag 'C' is not in custom_envs\. It holds: A, B\.$"):
         play.with_tasks(config, tag="C")
-    with pytest.raises(ConfigError, match=r"^\$\.val_env_manager is missing: there is nothing to evaluate on\. Fix: add it \(`turnwise rollout"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^\$\.val_env_manager is missing: there is nothing to evaluate on\. Fix: add it \(`turnwise rollout",
+    ):
         play.with_tasks(evolve(config, val_env_manager=None))
     assert tasks(play.with_tasks(evolve(config, val_env_manager=None), split="train"))[0] == 4
 
@@ -81,7 +87,11 @@ def test_debugging_is_one_episode_on_this_thread_without_any_limit(config: RunCo
     manager = got.val_env_manager
     assert manager is not None
     assert tasks(got) == (1, 1, ("A",), (1,))
-    assert (manager.step_timeout, manager.reset_timeout, got.actor_infer.request_timeout) == (math.inf, math.inf, math.inf)
+    assert (manager.step_timeout, manager.reset_timeout, got.actor_infer.request_timeout) == (
+        math.inf,
+        math.inf,
+        math.inf,
+    )
     assert (manager.max_env_retries, manager.max_env_failure_rate) == (0, 0.0)
     assert {env.step for env in got.custom_envs.values()} == {"inline"}
     assert len(run(got).trajectories) == 1
@@ -101,18 +111,28 @@ def test_a_player_plays_the_tasks_without_a_model(config: RunConfig) -> None:
     assert [(t.tag, t.group) for t in played.trajectories] == [("A", 0), ("A", 1), ("A", 2), ("B", 3), ("B", 4)]
     assert {turn.text for t in played.trajectories for turn in t.turns} == {"a"}  # the first legal action
     values = play.summary(play.with_tasks(config), played)
-    assert (values["val/A/score/mean"], values["val/B/score/mean"], values["val/A/success"], values["val/A/failed"]) == (3.0, 2.0, 1.0, 0.0)
+    assert (
+        values["val/A/score/mean"],
+        values["val/B/score/mean"],
+        values["val/A/success"],
+        values["val/A/failed"],
+    ) == (3.0, 2.0, 1.0, 0.0)
 
 
 def test_the_model_of_pretrain_plays_the_same_twice_and_other_tasks_under_another_seed(config: RunConfig) -> None:
     def seen(seed: int | None = None) -> list[Any]:
-        return [[t.final_observation, *(turn.text for turn in t.turns)] for t in run(play.with_tasks(config, seed=seed)).trajectories]
+        return [
+            [t.final_observation, *(turn.text for turn in t.turns)]
+            for t in run(play.with_tasks(config, seed=seed)).trajectories
+        ]
 
     assert seen() == seen()
     assert seen() != seen(5)
 
 
-def test_a_backend_that_plays_is_told_that_no_weights_will_come(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_plays_is_told_that_no_weights_will_come(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built, init = list[InferenceContext](), FakeBackend.__init__
 
     def told(self: FakeBackend, config: Any, context: InferenceContext) -> None:
@@ -148,7 +168,9 @@ def test_frames_of_the_first_episodes_of_each_tag_come_along(config: RunConfig) 
     assert {key: len(frames) for key, frames in played.frames.items()} == {("A", 0, 0): 4, ("B", 3, 0): 3}
 
 
-def test_the_backend_is_closed_when_the_environments_cannot_be_built(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_is_closed_when_the_environments_cannot_be_built(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     closed: list[bool] = []
 
     async def close(self: FakeBackend) -> None:
@@ -171,7 +193,12 @@ async def exports(folder: Path) -> None:
 
 def test_a_model_is_named_by_folder_checkpoint_or_latest(config: RunConfig, tmp_path: Path) -> None:
     root, meant = tmp_path / "out" / "checkpoints", partial(play.model_folder, config=config)
-    with pytest.raises(CheckpointError, match=r"out/checkpoints holds no checkpoint\. Fix: train first, or name a model folder\."), meant("latest"):
+    with (
+        pytest.raises(
+            CheckpointError, match=r"out/checkpoints holds no checkpoint\. Fix: train first, or name a model folder\."
+        ),
+        meant("latest"),
+    ):
         pass
     folders = [asyncio.run(checkpoint.save(root, step, {}, exports)) for step in (2, 10)]
     for named, expected in (
@@ -189,7 +216,9 @@ def test_a_model_is_named_by_folder_checkpoint_or_latest(config: RunConfig, tmp_
         run(play.with_tasks(config), model="nowhere")
 
 
-def test_a_checkpoint_that_plays_is_not_pruned_and_one_that_was_pruned_gives_way_to_a_newer(config: RunConfig, tmp_path: Path) -> None:
+def test_a_checkpoint_that_plays_is_not_pruned_and_one_that_was_pruned_gives_way_to_a_newer(
+    config: RunConfig, tmp_path: Path
+) -> None:
     root = tmp_path / "out" / "checkpoints"
     old, new = (asyncio.run(checkpoint.save(root, step, {}, exports)) for step in (1, 2))
     with play.model_folder(str(old), config):
@@ -236,13 +265,23 @@ def test_limits_of_a_tag_follow_from_the_sampling(config: RunConfig) -> None:
     env = evolve(config.custom_envs["A"], max_tokens_per_step=None)
     args = GeneratingArgs(max_new_tokens=9)
     got = assembly.limits(config, env, args)
-    assert (got.sequence_length, got.max_new_tokens, got.max_tokens_per_step, got.max_turns, got.max_prompt_length) == (64, 9, 9, 3, 55)
+    assert (got.sequence_length, got.max_new_tokens, got.max_tokens_per_step, got.max_turns, got.max_prompt_length) == (
+        64,
+        9,
+        9,
+        3,
+        55,
+    )
     assert assembly.limits(config, evolve(env, max_tokens_per_step=4), args).max_tokens_per_step == 4
     assert assembly.planned_episodes(EnvManagerConfig(3, 2, ("A", "B"), (2, 1))) == {"A": 4, "B": 2}
 
 
 def test_sizes_reach_what_keeps_them(config: RunConfig) -> None:
-    sized = evolve(config, model_update_buffer_size_mb=3, train_env_manager=evolve(config.train_env_manager, max_env_num_per_worker=7))
+    sized = evolve(
+        config,
+        model_update_buffer_size_mb=3,
+        train_env_manager=evolve(config.train_env_manager, max_env_num_per_worker=7),
+    )
     assert assembly.train_context(sized, sized.actor_train, "actor_train", Path()).bucket_bytes == 3 * 2**20
     backend = FakeBackend(None, InferenceContext(None, None))
     scheduler = assembly.scheduler(sized, Path(), backend, None, evaluation=False)

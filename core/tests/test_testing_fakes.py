@@ -115,7 +115,9 @@ def test_backend_is_greedy_at_temperature_zero_and_stops_at_the_end_id() -> None
     async def ask() -> Any:
         backend = FakeBackend(FakeBackendConfig(), InferenceContext(None, FakeChat()))
         backend._weights = weights
-        return await backend.generate(Request(0, GeneratingArgs(temperature=0.0), 9, ids=np.array([ASSISTANT], np.int32)))
+        return await backend.generate(
+            Request(0, GeneratingArgs(temperature=0.0), 9, ids=np.array([ASSISTANT], np.int32))
+        )
 
     answer = asyncio.run(ask())
     assert (answer.text, answer.finish, answer.ids.tolist()) == ("c", "stop", [ord("c"), END])
@@ -131,10 +133,20 @@ def strategy(folder: Path, **options: Any) -> FakeStrategy:
 def small_rows(columns: dict[str, Any]) -> Rows:
     """One row `user a b assistant`-like: five ids, three sampled tokens, one pair twice."""
     ids = np.array([USER, 97, 98, 97, 98], np.int32)
-    return Rows(ids, np.array([0, 5]), np.array([False, False, True, True, True]), {k: np.asarray(v, np.float64) for k, v in columns.items()})
+    return Rows(
+        ids,
+        np.array([0, 5]),
+        np.array([False, False, True, True, True]),
+        {k: np.asarray(v, np.float64) for k, v in columns.items()},
+    )
 
 
-COLUMNS = {"coef": [0.5, 0.2, 0.3], "advantages": [1.0, -2.0, 0.5], "ref_log_probs": [-1.0, -2.0, -1.5], "returns": [1.0, 0.0, 2.0]}
+COLUMNS = {
+    "coef": [0.5, 0.2, 0.3],
+    "advantages": [1.0, -2.0, 0.5],
+    "ref_log_probs": [-1.0, -2.0, -1.5],
+    "returns": [1.0, 0.0, 2.0],
+}
 
 
 def objective(made: FakeStrategy, rows: Rows, kl_coef: float, entropy_coef: float) -> float:
@@ -146,7 +158,9 @@ def objective(made: FakeStrategy, rows: Rows, kl_coef: float, entropy_coef: floa
         lp = math.log(p[rows.input_ids[at]])
         d = columns["ref_log_probs"][k] - lp
         entropy = -sum(x * math.log(x) for x in p)
-        total += columns["coef"][k] * (-columns["advantages"][k] * lp + kl_coef * (math.exp(d) - d - 1) - entropy_coef * entropy)
+        total += columns["coef"][k] * (
+            -columns["advantages"][k] * lp + kl_coef * (math.exp(d) - d - 1) - entropy_coef * entropy
+        )
     return total
 
 
@@ -207,14 +221,19 @@ def test_estimator_centres_scores_in_their_group() -> None:
     batch = batch_of(trajectories())
     advantages, returns = FakeEstimator(None, EstimatorContext()).compute(batch)
     for row, group in enumerate(batch.trajectories["group"]):
-        score, mean = batch.trajectories["scores"][row], batch.trajectories["scores"][batch.trajectories["group"] == group].mean()
+        score, mean = (
+            batch.trajectories["scores"][row],
+            batch.trajectories["scores"][batch.trajectories["group"] == group].mean(),
+        )
         mine = (batch.tokens["trajectory"] == row) & batch.tokens["response_mask"]
         np.testing.assert_allclose(advantages[mine], score - mean, atol=1e-12)
         np.testing.assert_array_equal(returns[mine], score)
 
 
 def test_adjust_deals_every_row_once() -> None:
-    plan = FakeBatchAdjust(None, AdjustContext(unit=4, rollout_batch_size=8)).plan(AdjustInput(np.zeros(7, np.int64), 8, seed=1))
+    plan = FakeBatchAdjust(None, AdjustContext(unit=4, rollout_batch_size=8)).plan(
+        AdjustInput(np.zeros(7, np.int64), 8, seed=1)
+    )
     assert [len(update.rows) for update in plan] == [4, 3]
     assert sorted(np.concatenate([update.rows for update in plan])) == list(range(7))
 
@@ -291,8 +310,12 @@ def test_the_fakes_together_learn_to_write_the_letter(tmp_path: Path) -> None:
         played = asyncio.run(_roll_out(backend, step))
         batch = build_batch(played, [manager.samples(trajectory) for trajectory in played])
         advantages, _ = estimator.compute(batch)
-        rows = rows_of(batch.with_tokens(advantages=advantages, coef=batch.tokens["response_mask"] / len(batch.sampled)))
-        np.testing.assert_array_equal(actor.logprobs(rows), batch.tokens["infer_log_probs"][batch.tokens["response_mask"]])
+        rows = rows_of(
+            batch.with_tokens(advantages=advantages, coef=batch.tokens["response_mask"] / len(batch.sampled))
+        )
+        np.testing.assert_array_equal(
+            actor.logprobs(rows), batch.tokens["infer_log_probs"][batch.tokens["response_mask"]]
+        )
         actor.update(Update(rows, lr=4.0))
         assert asyncio.run(backend.receive(actor.offer("fake", step + 1))) == step + 1
         scores.append(float(batch.trajectories["scores"].mean()))

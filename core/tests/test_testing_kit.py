@@ -58,7 +58,10 @@ def broken() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
 
 MUST_FAIL: dict[str, set[str]] = {
     "SeedsGlobally": {"test_the_process_global_random_state_is_left_untouched"},
-    "DrawsGlobally": {"test_the_process_global_random_state_is_left_untouched", "test_same_seed_and_actions_give_the_same_trajectory"},
+    "DrawsGlobally": {
+        "test_the_process_global_random_state_is_left_untouched",
+        "test_same_seed_and_actions_give_the_same_trajectory",
+    },
     "SharesState": {"test_two_instances_do_not_disturb_each_other"},
     "IgnoresSeed": {"test_other_seeds_differ_somewhere"},
     "SeedsOf31Bits": {"test_the_largest_seed_is_taken"},
@@ -118,18 +121,15 @@ def test_a_broken_implementation_is_noticed(name: str, broken: tuple[dict[str, s
     assert passed[name], "everything fails: the fault is not the one that is meant"
 
 
-def test_without_fixtures_a_test_is_skipped_with_the_reason_and_strict_fails_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_fixtures_a_test_is_skipped_with_the_reason_and_strict_fails_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text(
-        "from turnwise import Implementation, hookimpl\n"
-        "@hookimpl\n"
-        "def train_strategies():\n"
-        "    return [Implementation('mine', 'turnwise.testing.fakes:FakeStrategy')]\n"
-        "@hookimpl\n"
-        "def environments():\n"
-        "    return [Implementation('needs_options', Needs), Implementation('absent', Needs, requires=('no_such_package',))]\n"
-        "class Needs:\n"
-        "    def __init__(self, size): pass\n",
+        "from turnwise import Implementation, hookimpl\n@hookimpl\ndef train_strategies():\n    return"
+        " [Implementation('mine', 'turnwise.testing.fakes:FakeStrategy')]\n@hookimpl\ndef environments():\n    return"
+        " [Implementation('needs_options', Needs), Implementation('absent', Needs,"
+        " requires=('no_such_package',))]\nclass Needs:\n    def __init__(self, size): pass\n",
         encoding="utf-8",
     )
     assert run_conformance(str(plugin)) == 0

@@ -39,7 +39,11 @@ def test_every_logger_is_told_everything_in_order() -> None:
     tracking.trajectories(3, "val", [])
     tracking.artifact(3, "curve", Path("c.png"))
     for each in (one, two):
-        assert (each.metrics, each.played, each.artifacts) == ({3: {"a": 1.0}}, {(3, "val"): []}, [(3, "curve", Path("c.png"))])
+        assert (each.metrics, each.played, each.artifacts) == (
+            {3: {"a": 1.0}},
+            {(3, "val"): []},
+            [(3, "curve", Path("c.png"))],
+        )
     tracking.resume(3)
     tracking.close()
     for each in (one, two):
@@ -71,7 +75,9 @@ def test_every_method_may_fail_even_together_with_close(method: str, caplog: pyt
         getattr(tracking, method)(*arguments[method])
     tracking.close()
     assert (bad.calls, healthy.calls) == ([method, "close"], [method, method, "close"])
-    assert [r.getMessage() for r in caplog.records] == [f"logger bad failed in {method} and is switched off: OSError: no {method}"]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"logger bad failed in {method} and is switched off: OSError: no {method}"
+    ]
 
 
 def test_a_logger_that_fails_to_close_does_not_keep_the_others_open(caplog: pytest.LogCaptureFixture) -> None:

@@ -70,7 +70,9 @@ def test_roles_on_one_device_do_not_meet_in_a_process_group(choose_among: Callab
 
 
 @pytest.mark.parametrize(("one_process", "expected"), [(True, "shared"), (False, "shared_memory")])
-def test_one_model_for_both_needs_one_process(choose_among: Callable[..., str], one_process: bool, expected: str) -> None:
+def test_one_model_for_both_needs_one_process(
+    choose_among: Callable[..., str], one_process: bool, expected: str
+) -> None:
     assert choose_among(taken=("shared", "shared_memory"), one_process=one_process) == expected
 
 
@@ -87,12 +89,16 @@ def test_one_model_for_both_needs_one_dtype(choose_among: Callable[..., str]) ->
         ({"taken": ("process_group",), "devices": ((0,), (0,))}, "it shares devices with actor_train"),
     ],
 )
-def test_why_no_transport_is_left_is_told(choose_among: Callable[..., str], settings: dict[str, Any], message: str) -> None:
+def test_why_no_transport_is_left_is_told(
+    choose_among: Callable[..., str], settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         choose_among(**settings)
 
 
-def test_a_backend_learns_what_devices_the_runtime_will_give_it(choose_among: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_learns_what_devices_the_runtime_will_give_it(
+    choose_among: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[int, ...]] = []
 
     def transports(config: Any, context: Any) -> tuple[str, ...]:
@@ -201,7 +207,9 @@ def test_the_version_is_the_backends() -> None:
         (Side(send=TrainerError("out of chalk"), receive="wait"), "out of chalk", "receive"),
     ],
 )
-def test_a_side_whose_other_failed_is_given_up_after_a_moment(side: Side, error: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_side_whose_other_failed_is_given_up_after_a_moment(
+    side: Side, error: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(weights, "GRACE_SECONDS", 0.1)
     began = time.monotonic()
     with pytest.raises((EngineError, TrainerError), match=error):

@@ -1,4 +1,5 @@
-"""The step's updates: rows, coefficients, epochs and learning rates, each against a slow reference; and as many as the plan says."""
+"""The step's updates: rows, coefficients, epochs and learning rates, each against a slow reference; and as many as the
+plan says."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def trained(**args: Any) -> Role:
 
 
 def ready(batch: Batch) -> Batch:
-    return batch.with_tokens(advantages=np.zeros(len(batch.tokens)), old_log_probs=np.zeros(len(batch.tokens), np.float32))
+    return batch.with_tokens(
+        advantages=np.zeros(len(batch.tokens)), old_log_probs=np.zeros(len(batch.tokens), np.float32)
+    )
 
 
 @frozen
@@ -65,7 +68,10 @@ class Deals:
     def plan(self, rows: AdjustInput) -> list[PlannedUpdate]:
         self.asked.append(rows)
         order = np.arange(len(rows.trajectory))
-        return [PlannedUpdate(order[i : i + self.size], np.ones(len(order[i : i + self.size]))) for i in range(0, len(order), self.size)]
+        return [
+            PlannedUpdate(order[i : i + self.size], np.ones(len(order[i : i + self.size])))
+            for i in range(0, len(order), self.size)
+        ]
 
     def updates(self, rows: int) -> int:
         return -(-rows // self.size)
@@ -87,7 +93,8 @@ def slow_coefficients(mode: str, unit: str, rows: list[tuple[int, int, float, in
         units.setdefault(row[1] if unit == "trajectory" else row[0], []).append(row)
     tokens = {u: sum(Fraction(w) * n for _, _, w, n in mine) for u, mine in units.items()}
     heaviest = {
-        u: max(sum(Fraction(w) for i, _, w, _ in mine if i == one[0]) for one in mine) if tokens[u] else Fraction(0) for u, mine in units.items()
+        u: max(sum(Fraction(w) for i, _, w, _ in mine if i == one[0]) for one in mine) if tokens[u] else Fraction(0)
+        for u, mine in units.items()
     }
     out = []
     for row_id, trajectory, weight, _ in rows:
@@ -105,7 +112,9 @@ def slow_coefficients(mode: str, unit: str, rows: list[tuple[int, int, float, in
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
 @pytest.mark.parametrize("unit", ["trajectory", "sample"])
 @pytest.mark.parametrize("scale", [None, 8.0])
-def test_every_update_carries_its_rows_and_the_coefficients_over_the_whole_of_it(mode: str, unit: str, scale: float | None) -> None:
+def test_every_update_carries_its_rows_and_the_coefficients_over_the_whole_of_it(
+    mode: str, unit: str, scale: float | None
+) -> None:
     batch = ready(batch_of(trajectories(4, 3), row_per_turn))
     config = settings(loss_agg_mode=mode, loss_agg_unit=unit, loss_scale_factor=scale, sequence_length=64)
     drawn = np.random.default_rng(0).integers(0, len(batch.samples), (3, 7))  # some rows twice
@@ -124,14 +133,18 @@ def test_every_update_carries_its_rows_and_the_coefficients_over_the_whole_of_it
 
 
 def test_rows_carry_every_token_column_and_the_score_and_group_of_their_trajectory() -> None:
-    batch = ready(batch_of(trajectories(3, 2), row_per_turn)).with_tokens(mine=np.arange(len(batch_of(trajectories(3, 2), row_per_turn).tokens)))
+    batch = ready(batch_of(trajectories(3, 2), row_per_turn)).with_tokens(
+        mine=np.arange(len(batch_of(trajectories(3, 2), row_per_turn).tokens))
+    )
     rows = training_rows(batch)
     mask = batch.tokens["response_mask"]
     owner = batch.tokens["trajectory"][mask]
     np.testing.assert_array_equal(rows.columns["mine"], np.flatnonzero(mask))
     np.testing.assert_array_equal(rows.columns["scores"], batch.trajectories["scores"][owner])
     np.testing.assert_array_equal(rows.columns["group"], batch.trajectories["group"][owner])
-    assert {"advantages", "old_log_probs", "infer_log_probs", "versions", "trajectory", "turn", "sample"} <= set(rows.columns)
+    assert {"advantages", "old_log_probs", "infer_log_probs", "versions", "trajectory", "turn", "sample"} <= set(
+        rows.columns
+    )
 
 
 def test_every_token_knows_the_mean_advantage_of_its_whole_trajectory() -> None:
@@ -179,7 +192,9 @@ def test_epochs_permute_whole_updates_and_never_their_rows() -> None:
     n = len(planned)
     first = made[:n]
     start, length = batch.samples["start"], batch.samples["length"]
-    assert first == [[batch.tokens["input_ids"][start[r] : start[r] + length[r]].tolist() for r in p.rows] for p in planned]
+    assert first == [
+        [batch.tokens["input_ids"][start[r] : start[r] + length[r]].tolist() for r in p.rows] for p in planned
+    ]
     later = [made[n : 2 * n], made[2 * n :]]
     for epoch in later:
         assert sorted(epoch) == sorted(first)
@@ -201,7 +216,9 @@ def test_the_policys_seed_follows_from_run_and_step() -> None:
 
 
 def test_seeds_of_different_purposes_and_places_differ() -> None:
-    seeds = [derive(7, purpose, *where) for purpose in ("adjust", "epoch") for where in ((0,), (1,), (0, 0), (0, 1), (1, 0))]
+    seeds = [
+        derive(7, purpose, *where) for purpose in ("adjust", "epoch") for where in ((0,), (1,), (0, 0), (0, 1), (1, 0))
+    ]
     assert len(set(seeds)) == len(seeds)
     assert derive(7, "adjust", 3) == derive(7, "adjust", 3)
 
@@ -230,12 +247,16 @@ def test_the_rate_is_that_of_the_progress_whatever_the_number_of_updates(epochs:
         np.testing.assert_allclose(got[p], [0.5 * float(v) for v in expected], rtol=1e-12, atol=1e-15)
     everything = [rate for step in got for rate in step]
     assert len(everything) == epochs * sum(sizes)
-    assert [i for i, rate in enumerate(everything) if rate == 0] == ([0] if warmup else [])  # the last update still learns
+    assert [i for i, rate in enumerate(everything) if rate == 0] == (
+        [0] if warmup else []
+    )  # the last update still learns
 
 
 def test_a_critic_has_the_rates_of_its_own_training_args() -> None:
     config = settings(max_steps=2)
-    got = rates_of_a_run(config, trained(learning_rate=2.0, warmup_ratio=0.5, lr_scheduler_type="constant_with_warmup"), [2, 2])
+    got = rates_of_a_run(
+        config, trained(learning_rate=2.0, warmup_ratio=0.5, lr_scheduler_type="constant_with_warmup"), [2, 2]
+    )
     assert got == [[0.0, 1.0], [2.0, 2.0]]
     assert schedule_of(trained(warmup_ratio=0.07), 100).warmup_steps == 7
 
@@ -249,7 +270,13 @@ def lengths_of(turns: list[int]) -> list[Trajectory]:
 
 
 @examples(max_examples=40)
-@given(data=st.data(), stepwise=st.booleans(), epochs=st.integers(1, 3), micro=st.integers(1, 3), accumulation=st.integers(1, 4))
+@given(
+    data=st.data(),
+    stepwise=st.booleans(),
+    epochs=st.integers(1, 3),
+    micro=st.integers(1, 3),
+    accumulation=st.integers(1, 4),
+)
 def test_every_installed_policy_makes_as_many_updates_as_the_plan_says(
     data: st.DataObject, stepwise: bool, epochs: int, micro: int, accumulation: int
 ) -> None:
@@ -266,7 +293,9 @@ def test_every_installed_policy_makes_as_many_updates_as_the_plan_says(
             rollout_batch_size=groups * size,
             ppo_epochs=epochs,
             train_env_manager=manager,
-            custom_envs={"T": CustomEnv("fake", max_steps=5, env_manager=Choice("stepwise" if stepwise else "trajectory"))},
+            custom_envs={
+                "T": CustomEnv("fake", max_steps=5, env_manager=Choice("stepwise" if stepwise else "trajectory"))
+            },
             batch_adjust_mode=Choice(entry.name),
             actor_train=trained(per_device_train_batch_size=micro, gradient_accumulation_steps=accumulation),
         )

@@ -1,4 +1,5 @@
-"""Self-play: two lines of one model take turns in one game, and each is a trajectory of its own role. With it, a game for two."""
+"""Self-play: two lines of one model take turns in one game, and each is a trajectory of its own role. With it, a game
+for two."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ from turnwise_managers.base import Anew, Line, ManagerConfig, Rules, World, row_
 
 @frozen(kw_only=True)
 class DuelConfig(ManagerConfig):
-    """The options of every manager, and `opponent`: the name of a sampler that plays second (null: the model itself)."""
+    """The options of every manager, and `opponent`: the name of a sampler that plays second (null: the model
+    itself)."""
 
     opponent: str | None = None
 
 
 class Duel:
-    """Any environment whose reward is the mover's: what one gains, the other loses. Who plays second is compared with who plays second."""
+    """Any environment whose reward is the mover's: what one gains, the other loses. Who plays second is compared with
+    who plays second."""
 
     capabilities = ManagerCapabilities(row_per_turn=True, roles=("first", "second"))
 
@@ -32,14 +35,19 @@ class Duel:
         """Play the game to its end."""
         world = await World(episode).begin()
         second = sampler if self.opponent is None else episode.samplers[self.opponent]
-        lines = [Line(world, who, self.rules, Anew(), role) for who, role in zip((sampler, second), self.capabilities.roles, strict=True)]
+        lines = [
+            Line(world, who, self.rules, Anew(), role)
+            for who, role in zip((sampler, second), self.capabilities.roles, strict=True)
+        ]
         while world.going:
             mover, other = lines[world.steps % 2], lines[1 - world.steps % 2]
             mover.show()
             if not await mover.ask():
                 break
             other.credit(-await mover.act())
-        mine = lines[:1] if self.opponent is not None else lines if lines[1].turns else lines[:1]  # another's moves are not trained
+        mine = (
+            lines[:1] if self.opponent is not None else lines if lines[1].turns else lines[:1]
+        )  # another's moves are not trained
         return [line.trajectory(success=line.score > 0) for line in mine]
 
     def samples(self, trajectory: Trajectory) -> list[Sample]:
@@ -76,7 +84,11 @@ class Nim:
 @turnwise.hookimpl
 def env_managers() -> list[turnwise.Implementation]:
     """The manager of this file."""
-    return [turnwise.Implementation("duel", Duel, config=DuelConfig, summary="two lines of one model, or of two, take turns in one game")]
+    return [
+        turnwise.Implementation(
+            "duel", Duel, config=DuelConfig, summary="two lines of one model, or of two, take turns in one game"
+        )
+    ]
 
 
 @turnwise.hookimpl

@@ -1,4 +1,5 @@
-"""A manager that reflects: a draft, a question about it, and the answer that is played. Both calls are trained by the step's reward."""
+"""A manager that reflects: a draft, a question about it, and the answer that is played. Both calls are trained by the
+step's reward."""
 
 from __future__ import annotations
 
@@ -47,4 +48,8 @@ class Reflect:
 @turnwise.hookimpl
 def env_managers() -> list[turnwise.Implementation]:
     """The manager of this file."""
-    return [turnwise.Implementation("reflect", Reflect, config=ReflectConfig, summary="a draft, a question, the answer that is played")]
+    return [
+        turnwise.Implementation(
+            "reflect", Reflect, config=ReflectConfig, summary="a draft, a question, the answer that is played"
+        )
+    ]

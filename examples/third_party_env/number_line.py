@@ -11,7 +11,8 @@ Step = tuple[str, float, bool, bool, dict[str, Any]]
 
 
 class NumberLine:
-    """The goal lies up to `longest` steps to the left or to the right. Reaching it gives 1, a word that is no direction −0.1."""
+    """The goal lies up to `longest` steps to the left or to the right. Reaching it gives 1, a word that is no direction
+    −0.1."""
 
     def __init__(self, longest: int = 3) -> None:
         self._longest = longest
@@ -29,12 +30,20 @@ class NumberLine:
         if valid:
             self._distance += 1 if action == "left" else -1
         reached = self._distance == 0
-        return self._observation(), float(reached) if valid else -0.1, reached, False, self._info() | {"success": reached}
+        return (
+            self._observation(),
+            float(reached) if valid else -0.1,
+            reached,
+            False,
+            self._info() | {"success": reached},
+        )
 
     def render(self) -> str:
         """The line as a picture of text."""
         middle = 2 * self._longest
-        return "".join("@" if x == middle else "G" if x == middle + self._distance else "." for x in range(2 * middle + 1))
+        return "".join(
+            "@" if x == middle else "G" if x == middle + self._distance else "." for x in range(2 * middle + 1)
+        )
 
     def _observation(self) -> str:
         return f"The goal is {abs(self._distance)} to the {'right' if self._distance > 0 else 'left'}."

@@ -1,4 +1,5 @@
-"""What an implementation declares of itself, read in one way: its record of capabilities, and what its options say of the whole run."""
+"""What an implementation declares of itself, read in one way: its record of capabilities, and what its options say of
+the whole run."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ Record = TypeVar("Record", bound=Capabilities)
 
 
 def declared(record: type[Record], name: str, config: Any = None, among: Registry | None = None) -> Record:
-    """The capabilities of the implementation `name` with the options `config` (None: its defaults); those of the record where it says nothing.
+    """The capabilities of the implementation `name` with the options `config` (None: its defaults); those of the record
+    where it says nothing.
 
-    A config class that has the attribute speaks alone, and the implementation is not imported. Raises PluginError: it is not there, or what
-    it declares is no such record."""
+    A config class that has the attribute speaks alone, and the implementation is not imported. Raises PluginError: it
+    is not there, or what it declares is no such record."""
     try:
         with guarded():
             holder = config if hasattr(config, "capabilities") else _holder(record.kind, name, among or registry())
@@ -26,17 +28,20 @@ def declared(record: type[Record], name: str, config: Any = None, among: Registr
             # Ours already, with place and fix.
             raise failure.error from failure.error.__cause__
         label = record.kind.replace("_", " ")
-        raise PluginError(f"{label} {name!r} cannot declare its capabilities: {one_line(failure.error)}. Fix: repair the plugin.") from failure.error
+        raise PluginError(
+            f"{label} {name!r} cannot declare its capabilities: {one_line(failure.error)}. Fix: repair the plugin."
+        ) from failure.error
     if not isinstance(found, record):
         raise PluginError(
-            f"{record.kind.replace('_', ' ')} {name!r} declares {found!r:.80} as its capabilities, which is no {record.__name__}. "
-            "Fix: repair the plugin."
+            f"{record.kind.replace('_', ' ')} {name!r} declares {found!r:.80} as its capabilities, which is no"
+            f" {record.__name__}. Fix: repair the plugin."
         )
     return found
 
 
 def _holder(kind: str, name: str, among: Registry) -> Any:
-    """What speaks for an implementation with default options: its config class where that has the attribute, else its class."""
+    """What speaks for an implementation with default options: its config class where that has the attribute, else its
+    class."""
     entry = among.find(kind, name)
     config_class = entry.config_class()
     return config_class() if config_class is not None and hasattr(config_class, "capabilities") else entry.target()

@@ -11,7 +11,8 @@ from attrs import frozen
 
 
 class TurnwiseError(Exception):
-    """Anything that is reported to a user in one line; the command line prints the line, and the traceback only with `--debug`."""
+    """Anything that is reported to a user in one line; the command line prints the line, and the traceback only with
+    `--debug`."""
 
 
 class ConfigError(TurnwiseError, ValueError):
@@ -49,7 +50,8 @@ class MachineError(TurnwiseError):
 
 
 class EnvironmentFailure(TurnwiseError):
-    """An environment raised, hung, or returned what its contract forbids. Inside a run this is data: counted, retried, left out."""
+    """An environment raised, hung, or returned what its contract forbids. Inside a run this is data: counted, retried,
+    left out."""
 
 
 class EngineError(TurnwiseError):
@@ -65,7 +67,8 @@ class TrainerError(TurnwiseError):
 
 
 class OutOfMemory(TrainerError):
-    """A training role's memory did not do. What others report at the same time (a backend whose sender is gone) follows from it."""
+    """A training role's memory did not do. What others report at the same time (a backend whose sender is gone) follows
+    from it."""
 
 
 class CheckpointError(TurnwiseError, ValueError):
@@ -74,25 +77,30 @@ class CheckpointError(TurnwiseError, ValueError):
 
 @contextlib.contextmanager
 def boundary(who: str, kind: type[TurnwiseError]) -> Iterator[None]:
-    """Code of a plugin runs inside, and `who` names it. What ends that code and is no Exception (`sys.exit`) leaves as an error of type `kind`.
+    """Code of a plugin runs inside, and `who` names it. What ends that code and is no Exception (`sys.exit`) leaves as
+    an error of type `kind`.
 
-    As it is, the process would end with a status of the plugin's choice, which may be that of success: asyncio lets it through to whoever
-    runs the event loop, past everything that would save or report. Ctrl-C and cancellation are the run's own and pass."""
+    As it is, the process would end with a status of the plugin's choice, which may be that of success: asyncio lets it
+    through to whoever runs the event loop, past everything that would save or report. Ctrl-C and cancellation are the
+    run's own and pass."""
     try:
         yield
     except (Exception, KeyboardInterrupt, GeneratorExit, CancelledError):
         raise
     except BaseException as error:
-        raise kind(f"{who} ended by {one_line(error)}. Fix: code of a plugin returns or raises, and leaves the process alone.") from error
+        raise kind(
+            f"{who} ended by {one_line(error)}. Fix: code of a plugin returns or raises, and leaves the process alone."
+        ) from error
 
 
 @frozen
 class Problem:
     """One thing that is wrong before a run starts.
 
-    `path`: the key at fault, dotted from the root of the configuration (`actor_infer.device_mapping`), or "" where none is. `text`: what is
-    wrong there, and `Fix: …`. `machine`: the configuration is fine, and this machine lacks something. `warning`: the run can start all the
-    same, as where an option has no effect."""
+    `path`: the key at fault, dotted from the root of the configuration (`actor_infer.device_mapping`), or "" where none
+    is. `text`: what is
+    wrong there, and `Fix: …`. `machine`: the configuration is fine, and this machine lacks something. `warning`: the
+    run can start all the same, as where an option has no effect."""
 
     path: str
     text: str
@@ -105,7 +113,8 @@ class Problem:
 
 
 def refuse(problems: Iterable[Problem]) -> None:
-    """Raise ConfigError with what is wrong in the configuration; if it is fine, MachineError with what this machine lacks; else nothing."""
+    """Raise ConfigError with what is wrong in the configuration; if it is fine, MachineError with what this machine
+    lacks; else nothing."""
     found = [problem for problem in problems if not problem.warning]
     if wrong := [str(problem) for problem in found if not problem.machine]:
         raise ConfigError(wrong)
@@ -114,7 +123,8 @@ def refuse(problems: Iterable[Problem]) -> None:
 
 
 def pip_install(*requirements: str) -> str:
-    """The command that installs distributions. No package index has Turnwise's own: those come from wheels of its repository."""
+    """The command that installs distributions. No package index has Turnwise's own: those come from wheels of its
+    repository."""
     names = " ".join(map(repr, requirements))
     return f"pip install --find-links dist {names} (dist: from `make wheels` in Turnwise's repository)"
 

@@ -1,4 +1,5 @@
-"""One hook per kind of implementation. Each returns a list of `Implementation` records; pluggy is used for discovery alone."""
+"""One hook per kind of implementation. Each returns a list of `Implementation` records; pluggy is used for discovery
+alone."""
 
 from __future__ import annotations
 
@@ -20,9 +21,11 @@ def _names(values: Iterable[str]) -> tuple[str, ...]:
 class Implementation:
     """One implementation of a kind.
 
-    `target`: the class, or `"module:Class"`, imported when it is built. `config`: its attrs class or `"module:Class"` (none: options
-    are checked against the constructor's signature). `requires`: import names without which it cannot work in any mode. `aliases`:
-    other names it answers to, within its kind. `presets`: named option sets (`strategy_config: ${deepspeed_zero3}`). `fixtures`:
+    `target`: the class, or `"module:Class"`, imported when it is built. `config`: its attrs class or `"module:Class"`
+    (none: options are checked against the constructor's signature). `requires`: import names without which it cannot
+    work in any mode. `aliases`:
+    other names it answers to, within its kind. `presets`: named option sets (`strategy_config: ${deepspeed_zero3}`).
+    `fixtures`:
     `"module:function"` that gives the conformance kit what it needs to build one.
     """
 
@@ -48,10 +51,21 @@ def faults(record: Implementation) -> str:
     for key in ("config", "fixtures"):
         value = getattr(record, key)
         if not (value is None or callable(value) or _names_a_class(value)):
-            return f"{record.name!r} whose {key} is {value!r:.60}; it must be None, a class or function, or 'module:name'"
-    if not isinstance(record.presets, dict) or not all(isinstance(k, str) and isinstance(v, dict) and _plain(v) for k, v in record.presets.items()):
-        return f"{record.name!r} whose presets are {record.presets!r:.60}; they must be {{name: {{option: value}}}} of plain data"
-    return "" if isinstance(record.summary, str) else f"{record.name!r} whose summary is {record.summary!r:.60}; it must be text"
+            return (
+                f"{record.name!r} whose {key} is {value!r:.60}; it must be None, a class or function, or 'module:name'"
+            )
+    if not isinstance(record.presets, dict) or not all(
+        isinstance(k, str) and isinstance(v, dict) and _plain(v) for k, v in record.presets.items()
+    ):
+        return (
+            f"{record.name!r} whose presets are {record.presets!r:.60}; they must be {{name: {{option: value}}}} of"
+            " plain data"
+        )
+    return (
+        ""
+        if isinstance(record.summary, str)
+        else f"{record.name!r} whose summary is {record.summary!r:.60}; it must be text"
+    )
 
 
 # A text is checked by its form alone: importing it is left to its first use.
@@ -63,7 +77,11 @@ def _names_a_class(value: Any) -> bool:
 def _plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(k, str) and _plain(v) for k, v in value.items())
-    return all(map(_plain, value)) if isinstance(value, list | tuple) else value is None or isinstance(value, str | int | float | bool)
+    return (
+        all(map(_plain, value))
+        if isinstance(value, list | tuple)
+        else value is None or isinstance(value, str | int | float | bool)
+    )
 
 
 class Hooks:
@@ -84,7 +102,8 @@ class Hooks:
 
         >>> @turnwise.hookimpl
         ... def env_managers():
-        ...     return [turnwise.Implementation("debate", "my_plugin.debate:Debate", config="my_plugin.config:DebateConfig")]
+        ...     return [turnwise.Implementation("debate", "my_plugin.debate:Debate",
+        config="my_plugin.config:DebateConfig")]
         """
 
     @hookspec
@@ -102,7 +121,8 @@ class Hooks:
 
         >>> @turnwise.hookimpl
         ... def train_strategies():
-        ...     return [turnwise.Implementation("my_trainer", "my_plugin.strategy:Strategy", aliases=("my_trainer_train",))]
+        ...     return [turnwise.Implementation("my_trainer", "my_plugin.strategy:Strategy",
+        aliases=("my_trainer_train",))]
         """
 
     @hookspec
@@ -120,7 +140,8 @@ class Hooks:
 
         >>> @turnwise.hookimpl
         ... def policy_losses():
-        ...     return [turnwise.Implementation("my_loss", "my_plugin.loss:MyLoss", config="my_plugin.config:MyLossConfig")]
+        ...     return [turnwise.Implementation("my_loss", "my_plugin.loss:MyLoss",
+        config="my_plugin.config:MyLossConfig")]
         """
 
     @hookspec

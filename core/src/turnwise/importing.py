@@ -1,4 +1,5 @@
-"""Importing what a stranger wrote: its prints are kept off the output, whatever it raises is an error, a single file finds its neighbours."""
+"""Importing what a stranger wrote: its prints are kept off the output, whatever it raises is an error, a single file
+finds its neighbours."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class StrangerError(Exception):
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Run a stranger's code: what it prints goes to stderr (`plan --json` prints JSON), what it raises becomes StrangerError.
+    """Run a stranger's code: what it prints goes to stderr (`plan --json` prints JSON), what it raises becomes
+    StrangerError.
 
     Ctrl-C alone gets through: a `sys.exit(0)` at import would end a command with the exit code of success."""
     try:
@@ -95,7 +97,9 @@ def _package(folder: Path) -> str:
 class _Neighbours(MetaPathFinder):
     """Loads the modules of such a folder so that they find one another."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if path is None or not fullname.startswith(FOLDER):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
@@ -118,19 +122,28 @@ def _importing(folder: str) -> Any:
     beside = Path(sys.modules[folder].__path__[0])
 
     def find(
-        name: str, globals: Mapping[str, Any] | None = None, locals: Mapping[str, Any] | None = None, fromlist: Sequence[str] = (), level: int = 0
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] = (),
+        level: int = 0,
     ) -> ModuleType:
         first = name.partition(".")[0]
         if level == 0 and _stands(beside, first):
             importlib.import_module(f"{folder}.{name}")
-            return builtins.__import__(f"{folder}.{name}", globals, locals, fromlist, 0) if fromlist else sys.modules[f"{folder}.{first}"]
+            return (
+                builtins.__import__(f"{folder}.{name}", globals, locals, fromlist, 0)
+                if fromlist
+                else sys.modules[f"{folder}.{first}"]
+            )
         return builtins.__import__(name, globals, locals, fromlist, level)
 
     return find
 
 
 def _stands(folder: Path, name: str) -> bool:
-    """Whether a module of that name is a file of the folder, and not one that was imported from there by its own name."""
+    """Whether a module of that name is a file of the folder, and not one that was imported from there by its own
+    name."""
     for file in (folder / f"{name}.py", folder / name / "__init__.py"):
         if file.is_file():
             imported = getattr(sys.modules.get(name), "__file__", None)

@@ -1,4 +1,5 @@
-"""The plugin manager: discovery by entry points, isolation of what is broken, declaration in the YAML, look-up, lazy building."""
+"""The plugin manager: discovery by entry points, isolation of what is broken, declaration in the YAML, look-up, lazy
+building."""
 
 from __future__ import annotations
 
@@ -14,95 +15,27 @@ from types import ModuleType
 from typing import Any
 
 import pluggy
-from attrs import define, field, frozen
+from attrs import define, field
 
 from turnwise import hookspecs
 from turnwise.distributions import canonical, core_range, owner, stem
-from turnwise.errors import MissingPluginError, PluginError, TurnwiseError, UnknownNameError, boundary, did_you_mean, listed, one_line, pip_install
-from turnwise.hookspecs import KINDS, Implementation, faults
-from turnwise.importing import StrangerError, attribute, guarded, is_there, single_file
+from turnwise.entries import Broken, Entry, UndeclaredError, records_of
+from turnwise.errors import (
+    MissingPluginError,
+    PluginError,
+    TurnwiseError,
+    UnknownNameError,
+    boundary,
+    did_you_mean,
+    listed,
+    one_line,
+    pip_install,
+)
+from turnwise.hookspecs import KINDS
+from turnwise.importing import StrangerError, guarded, is_there, single_file
 
 GROUP = "turnwise"
 DISABLE = "TURNWISE_DISABLE_PLUGINS"
-
-
-@frozen(eq=False)
-class Entry:
-    """One implementation and where it comes from."""
-
-    kind: str
-    implementation: Implementation
-    plugin: str
-    distribution: str
-    version: str
-
-    @property
-    def name(self) -> str:
-        """The name that the YAML uses."""
-        return self.implementation.name
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its name, then its aliases: all that it answers to."""
-        return (self.name, *self.implementation.aliases)
-
-    @property
-    def owner(self) -> str:
-        """The distribution and its version, or the file or module."""
-        return f"{self.distribution} {self.version}".rstrip()
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """Import names that every mode of it needs and that are not installed."""
-        return tuple(name for name in self.implementation.requires if not is_there(name))
-
-    @property
-    def status(self) -> str:
-        """`ok` or `missing: a, b`."""
-        return f"missing: {', '.join(self.missing)}" if self.missing else "ok"
-
-    def target(self) -> Any:
-        """The class, imported now. Raises PluginError with the cause chained."""
-        if self.missing:
-            raise PluginError(
-                f"{self.kind} {self.name!r} (from {self.distribution}) needs {', '.join(self.missing)}, not installed. "
-                f"Fix: pip install '{self.distribution}[{self.name}]' or the package itself."
-            )
-        target = self._load(self.implementation.target)
-        if not callable(target):
-            raise PluginError(f"{self.kind} {self.name!r} (from {self.distribution}): its target {target!r:.60} is no class. Fix: repair the plugin.")
-        return target
-
-    def config_class(self) -> Any | None:
-        """The attrs class of its options, or None."""
-        return self._load(self.implementation.config)
-
-    def fixtures(self) -> Any | None:
-        """The function that supplies the conformance kit, or None."""
-        return self._load(self.implementation.fixtures)
-
-    def _load(self, what: Any) -> Any:
-        if not isinstance(what, str):
-            return what
-        try:
-            return attribute(what)
-        except StrangerError as failure:
-            error = failure.error
-            raise PluginError(
-                f"{self.kind} {self.name!r} (from {self.distribution}) cannot be loaded from {what!r}: {one_line(error)}. "
-                "Fix: reinstall or repair the plugin, or name another implementation."
-            ) from error
-
-
-@frozen(eq=False)
-class Broken:
-    """A plugin that could not be loaded: it is reported, and whatever it would have provided is not there."""
-
-    plugin: str
-    distribution: str
-    version: str
-    why: str
-    error: BaseException | None = None
 
 
 @define(eq=False)
@@ -130,17 +63,22 @@ class Registry:
         return sorted(mine, key=lambda e: (e.kind, e.name, e.distribution))
 
     def find(self, kind: str, name: str) -> Entry:
-        """The entry that answers to `name`. Raises UnknownNameError (with the nearest name, and what is broken), or PluginError: a
-        duplicate."""
+        """The entry that answers to `name`. Raises UnknownNameError (with the nearest name, and what is broken), or
+        PluginError: a duplicate."""
         known = self.entries(kind)
         hits, label = [e for e in known if name in e.names], kind.replace("_", " ")
         if len(hits) == 1:
             return hits[0]
         if len(hits) > 1:
             owners = " and ".join(e.owner + (f" (an alias of {e.name!r})" if e.name != name else "") for e in hits)
-            raise PluginError(f"{label} {name!r} is provided twice: by {owners}. Fix: uninstall one, or block it with plugins: ['no:NAME'].")
+            raise PluginError(
+                f"{label} {name!r} is provided twice: by {owners}. Fix: uninstall one, or block it with plugins:"
+                " ['no:NAME']."
+            )
         faulty = [b for b in self.broken if not self._is_blocked(b.plugin, b.distribution)]
-        notes = "".join(f" Broken: {b.plugin} ({b.why})." for b in faulty) + (f" Blocked: {listed(self.blocked)}." if self.blocked else "")
+        notes = "".join(f" Broken: {b.plugin} ({b.why})." for b in faulty) + (
+            f" Blocked: {listed(self.blocked)}." if self.blocked else ""
+        )
         cause = next((b.error for b in faulty if b.error is not None), None)
         hint = did_you_mean(name, [n for e in known for n in e.names])
         raise UnknownNameError(
@@ -153,7 +91,8 @@ class Registry:
     def build(self, kind: str, name: str, config: Any = None, context: Any = None) -> Any:
         """Build an implementation: environments from keyword arguments, every other kind as Target(config, context).
 
-        `config` is the structured config class, a mapping of options where the implementation has none, or None for defaults.
+        `config` is the structured config class, a mapping of options where the implementation has none, or None for
+        defaults.
         """
         entry = self.find(kind, name)
         target = entry.target()
@@ -178,7 +117,8 @@ class Registry:
                 raise PluginError(f"{label} {why}. Fix: repair the plugin, or its options.") from error
 
     def check_options(self, entry: Entry, options: Mapping[str, Any]) -> None:
-        """Compare options with the constructor's signature, for implementations without a config class. Raises PluginError."""
+        """Compare options with the constructor's signature, for implementations without a config class. Raises
+        PluginError."""
         try:
             parameters = inspect.signature(entry.target()).parameters
         except (ValueError, TypeError):  # a class written in C has none; it judges its options itself
@@ -192,24 +132,27 @@ class Registry:
         for option in options:
             if option not in known:
                 raise PluginError(
-                    f"{label} has no option {option!r}.{did_you_mean(option, known)} Its options: {listed(known)}. Fix: correct or remove it."
+                    f"{label} has no option {option!r}.{did_you_mean(option, known)} Its options: {listed(known)}. Fix:"
+                    " correct or remove it."
                 )
         needed = [n for n in known if parameters[n].default is inspect.Parameter.empty and n not in options]
         if needed:
             raise PluginError(
-                f"{label} needs the option{'s' if len(needed) > 1 else ''} {listed(needed)}. Fix: write {'them' if len(needed) > 1 else 'it'}."
+                f"{label} needs the option{'s' if len(needed) > 1 else ''} {listed(needed)}. Fix: write"
+                f" {'them' if len(needed) > 1 else 'it'}."
             )
 
     def declare(self, plugins: Iterable[str], base: Path | None = None) -> None:
-        """Make a YAML's `plugins:` available: requirement strings, modules, single files (relative to `base`), `no:NAME` to block.
+        """Make a YAML's `plugins:` available: requirement strings, modules, single files (relative to `base`),
+        `no:NAME` to block.
 
         Raises PluginError that names everything that is missing at once, with the pip command.
         """
-        problems: list[_UndeclaredError] = []
+        problems: list[UndeclaredError] = []
         for item in plugins:
             try:
                 self._declare_one(item, base or Path())
-            except _UndeclaredError as problem:
+            except UndeclaredError as problem:
                 problems.append(problem)
         if problems:
             wanted = [p.install for p in problems if p.install]
@@ -218,7 +161,9 @@ class Registry:
             # One cause can be chained: the first that has a traceback to show.
             cause = next((p.__cause__ for p in problems if p.__cause__ is not None), None)
             fault = MissingPluginError if len(wanted) == len(problems) else PluginError
-            raise fault("plugins: " + "; ".join(str(p) for p in problems) + ". Fix: " + "; ".join([*install, *others])) from cause
+            raise fault(
+                "plugins: " + "; ".join(str(p) for p in problems) + ". Fix: " + "; ".join([*install, *others])
+            ) from cause
 
     def _declare_one(self, item: str, base: Path) -> None:
         if item.startswith("no:"):
@@ -234,7 +179,7 @@ class Registry:
         if str(path) in self._seen:
             return
         if not _is_file(path):
-            raise _UndeclaredError(f"the file {item!r} does not exist")
+            raise UndeclaredError(f"the file {item!r} does not exist")
         try:
             module = single_file(path)
         except StrangerError as failure:
@@ -249,8 +194,12 @@ class Registry:
                 module = importlib.import_module(item)
         except StrangerError as failure:
             error = failure.error
-            if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{item}.".startswith(f"{error.name}."):
-                raise _UndeclaredError(f"the module {item!r} is not installed") from error
+            if (
+                isinstance(error, ModuleNotFoundError)
+                and error.name is not None
+                and f"{item}.".startswith(f"{error.name}.")
+            ):
+                raise UndeclaredError(f"the module {item!r} is not installed") from error
             raise self._undeclared(item, error) from error
         self._declared(module, item, item)
 
@@ -258,13 +207,13 @@ class Registry:
         before = len(self.broken)
         self._register(module, item, item, "")
         if len(self.broken) > before:
-            raise _UndeclaredError(f"{item!r} is broken: {self.broken[-1].why}") from self.broken[-1].error
+            raise UndeclaredError(f"{item!r} is broken: {self.broken[-1].why}") from self.broken[-1].error
         # Only now: what failed is tried, and reported, again.
         self._seen.add(key)
 
-    def _undeclared(self, item: str, error: BaseException) -> _UndeclaredError:
+    def _undeclared(self, item: str, error: BaseException) -> UndeclaredError:
         self._break(item, item, "", one_line(error), error)
-        return _UndeclaredError(f"{item!r} is broken: {one_line(error)}")
+        return UndeclaredError(f"{item!r} is broken: {one_line(error)}")
 
     def _declare_requirement(self, item: str) -> None:
         from packaging.requirements import InvalidRequirement, Requirement
@@ -273,7 +222,7 @@ class Registry:
             requirement = Requirement(item)
         except InvalidRequirement as error:
             why = str(error).split("\n", maxsplit=1)[0]
-            raise _UndeclaredError(f"{item!r} is not a requirement, a module or a .py file ({why})") from error
+            raise UndeclaredError(f"{item!r} is not a requirement, a module or a .py file ({why})") from error
         if requirement.marker is not None and not requirement.marker.evaluate():
             return
         try:
@@ -283,15 +232,17 @@ class Registry:
             if is_there(item):
                 self._declare_module(item)
                 return
-            stems = {stem(e.distribution): e.distribution for e in self._entries}  # the prefix alone makes no two names alike
+            stems = {
+                stem(e.distribution): e.distribution for e in self._entries
+            }  # the prefix alone makes no two names alike
             near = difflib.get_close_matches(stem(requirement.name), stems, n=1)
             hint = f" (did you mean {stems[near[0]]!r}?)" if near else ""
-            raise _UndeclaredError(f"{requirement.name!r} is not installed{hint}", install=item) from None
+            raise UndeclaredError(f"{requirement.name!r} is not installed{hint}", install=item) from None
         if not requirement.specifier.contains(version, prereleases=True):
-            raise _UndeclaredError(f"{requirement.name!r} {version} is installed, {item!r} is wanted", install=item)
+            raise UndeclaredError(f"{requirement.name!r} {version} is installed, {item!r} is wanted", install=item)
         broken = next((b for b in self.broken if canonical(b.distribution) == canonical(requirement.name)), None)
         if broken is not None:
-            raise _UndeclaredError(f"{requirement.name!r} is broken: {broken.why}") from broken.error
+            raise UndeclaredError(f"{requirement.name!r} is broken: {broken.why}") from broken.error
 
     def _load_entry_point(self, point: importlib.metadata.EntryPoint) -> None:
         distribution, version = owner(point)
@@ -314,11 +265,17 @@ class Registry:
     def _register(self, module: Any, plugin: str, distribution: str, version: str) -> None:
         if self._manager.is_registered(module):  # named under plugins: and installed too
             return
-        marked = {n: f for n, f in getattr(module, "__dict__", {}).items() if inspect.isroutine(f) and getattr(f, "turnwise_impl", None) is not None}
+        marked = {
+            n: f
+            for n, f in getattr(module, "__dict__", {}).items()
+            if inspect.isroutine(f) and getattr(f, "turnwise_impl", None) is not None
+        }
         unknown = (f"unknown hook {name!r}.{did_you_mean(name, KINDS)}" for name in marked if name not in KINDS)
         why = next(unknown, "") if marked else "it has no hook."
         if why:
-            self._break(plugin, distribution, version, f"{why} Hooks, each marked @turnwise.hookimpl: {listed(KINDS)}", None)
+            self._break(
+                plugin, distribution, version, f"{why} Hooks, each marked @turnwise.hookimpl: {listed(KINDS)}", None
+            )
             return
         # All or nothing: a plugin that breaks in its second hook leaves no half of itself behind.
         fresh, hook = list[Entry](), ""
@@ -327,11 +284,13 @@ class Registry:
             for hook, kind in KINDS.items():
                 if hook in marked:
                     with guarded():
-                        records = _records(marked[hook](), hook)
+                        records = records_of(marked[hook](), hook)
                     fresh += [Entry(kind, record, plugin, distribution, version) for record in records]
         except Exception as raised:  # as above; the hooks' signatures are pluggy's to judge
             error = raised.error if isinstance(raised, StrangerError) else raised
-            self._break(plugin, distribution, version, f"hook {hook!r}: {one_line(error)}" if hook else one_line(error), error)
+            self._break(
+                plugin, distribution, version, f"hook {hook!r}: {one_line(error)}" if hook else one_line(error), error
+            )
             return
         self._entries += fresh
 
@@ -340,26 +299,6 @@ class Registry:
 
     def _is_blocked(self, plugin: str, distribution: str) -> bool:
         return bool(self.blocked & {canonical(plugin), canonical(distribution), stem(distribution)})
-
-
-class _UndeclaredError(Exception):
-    """One item of `plugins:` that is not there or does not work; `install`: what pip would have to install."""
-
-    def __init__(self, line: str, install: str = "") -> None:
-        super().__init__(line)
-        self.install = install
-
-
-def _records(records: Any, hook: str) -> list[Implementation]:
-    """What a hook returned, if it is a list of usable records; else TypeError."""
-    if not isinstance(records, list | tuple):
-        raise TypeError(f"{hook} returned {records!r:.60}; it must return a list of turnwise.Implementation")
-    for record in records:
-        if not isinstance(record, Implementation):
-            raise TypeError(f"{hook} returned {record!r:.60} in its list; it must return a list of turnwise.Implementation")
-        if why := faults(record):
-            raise TypeError(f"{hook} returned an Implementation {why}")
-    return list(records)
 
 
 def _manager() -> pluggy.PluginManager:

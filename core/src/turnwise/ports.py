@@ -11,7 +11,8 @@ LOWEST, HIGHEST = 21_000, 31_999
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of `host` (empty: of all of this machine's addresses) where nobody listens; raises OSError where none is found."""
+    """A port of `host` (empty: of all of this machine's addresses) where nobody listens; raises OSError where none is
+    found."""
     for _ in range(1000):
         port = random.SystemRandom().randint(LOWEST, HIGHEST)
         with contextlib.suppress(OSError), socket.create_server((host, port)):

@@ -1,4 +1,5 @@
-"""`turnwise`: train, eval, rollout, plan, check, plugins, new, test-plugin. Each command imports what it needs when it runs."""
+"""`turnwise`: train, eval, rollout, plan, check, plugins, new, test-plugin. Each command imports what it needs when it
+runs."""
 
 from __future__ import annotations
 
@@ -31,10 +32,15 @@ class Commands(click.Group):
             for note in getattr(error, "__notes__", ()):
                 click.echo(note, err=True)
             sys.exit(exit_code(error))
-        except SystemExit as error:  # no command ends so (click has an Exit of its own): code of a plugin did, and its status is none of ours
+        # no command ends so (click has an Exit of its own): code of a plugin did, and its status is none of ours
+        except SystemExit as error:
             if ctx.params.get("debug"):
                 raise
-            click.echo(f"error: code of a plugin ended the command by {one_line(error)}. Fix: it returns or raises; --debug shows where.", err=True)
+            click.echo(
+                f"error: code of a plugin ended the command by {one_line(error)}. Fix: it returns or raises; --debug"
+                " shows where.",
+                err=True,
+            )
             sys.exit(1)
 
 
@@ -70,7 +76,11 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
 @main.command("eval")
 @CONFIG
 @OVERRIDES
-@click.option("--model", default=None, help="A checkpoint, a model folder, or 'latest' (the run's newest checkpoint). Default: pretrain.")
+@click.option(
+    "--model",
+    default=None,
+    help="A checkpoint, a model folder, or 'latest' (the run's newest checkpoint). Default: pretrain.",
+)
 @click.option("--player", default=None, help="An inference backend that plays instead, such as random.")
 @click.option("--tag", default=None, help="One block of custom_envs instead of val_env_manager.tags.")
 @click.option("--episodes", type=click.IntRange(min=1), default=None, help="How many tasks, one episode each.")
@@ -88,12 +98,16 @@ def evaluate(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
 @click.option("--model", default=None, help="A checkpoint, a model folder, or 'latest'. Default: pretrain.")
 @click.option("--player", default=None, help="random, human, or another inference backend instead of the model.")
 @click.option("--episodes", type=click.IntRange(min=1), default=1, show_default=True, help="How many episodes.")
-@click.option("--split", type=click.Choice(["train", "val"]), default="val", show_default=True, help="Whose environments.")
+@click.option(
+    "--split", type=click.Choice(["train", "val"]), default="val", show_default=True, help="Whose environments."
+)
 @click.option("--tag", default=None, help="One block of custom_envs.")
 @click.option("--seed", type=int, default=None, help="Seed of the tasks. Default: val_seed.")
 @click.option("--render", type=click.Path(path_type=Path), default=None, help="Folder for the frames of the episodes.")
 @click.option("--still", is_flag=True, help="With --render: one PNG a frame instead of a GIF an episode.")
-@click.option("--debug", "in_debugger", is_flag=True, help="One episode on the main thread, no timeouts: breakpoint() works.")
+@click.option(
+    "--debug", "in_debugger", is_flag=True, help="One episode on the main thread, no timeouts: breakpoint() works."
+)
 def rollout(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
     """Play a few episodes of CONFIG and print them turn by turn."""
     from turnwise.cli.run import rollout as run
@@ -105,10 +119,23 @@ def rollout(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
 @CONFIG
 @OVERRIDES
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-@click.option("--from", "earlier", type=click.Path(path_type=Path), default=None, help="The output_dir of a run whose phase times give the total.")
-@click.option("--device-gb", type=click.FloatRange(min=0, min_open=True), default=40, show_default=True, help="Memory of one device, in GB.")
+@click.option(
+    "--from",
+    "earlier",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="The output_dir of a run whose phase times give the total.",
+)
+@click.option(
+    "--device-gb",
+    type=click.FloatRange(min=0, min_open=True),
+    default=40,
+    show_default=True,
+    help="Memory of one device, in GB.",
+)
 def plan(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
-    """Print the arithmetic of CONFIG: updates, learning rates, tokens, memory, disk, warnings. Needs no engine, device or weights."""
+    """Print the arithmetic of CONFIG: updates, learning rates, tokens, memory, disk, warnings. Needs no engine, device
+    or weights."""
     from turnwise.cli.run import plan as run
 
     run(config, overrides, **options)
@@ -136,9 +163,12 @@ def plugins(as_json: bool) -> None:
 @main.command()
 @click.argument("kind")
 @click.argument("name")
-@click.option("--into", type=click.Path(path_type=Path), default=Path(), help="Folder in which the distribution's folder is made.")
+@click.option(
+    "--into", type=click.Path(path_type=Path), default=Path(), help="Folder in which the distribution's folder is made."
+)
 def new(kind: str, name: str, into: Path) -> None:
-    """Scaffold a plugin distribution: KIND is env, estimator, loss, logger, … and NAME the name that the YAML will use."""
+    """Scaffold a plugin distribution: KIND is env, estimator, loss, logger, … and NAME the name that the YAML will
+    use."""
     from turnwise.cli.new import scaffold
 
     scaffold(kind, name, into)
@@ -147,7 +177,9 @@ def new(kind: str, name: str, into: Path) -> None:
 @main.command("test-plugin")
 @click.argument("name")
 @click.option("--kind", default=None, help="The kind, where several implementations have this name.")
-@click.option("--plugin", "declared", multiple=True, help="A module or .py file to load first, as under plugins: in a YAML.")
+@click.option(
+    "--plugin", "declared", multiple=True, help="A module or .py file to load first, as under plugins: in a YAML."
+)
 @click.option("--strict", is_flag=True, help="A skipped test fails.")
 def test_plugin(name: str, kind: str | None, declared: tuple[str, ...], strict: bool) -> None:
     """Run the contract tests of a kind on the implementation NAME (or on everything in a .py file)."""

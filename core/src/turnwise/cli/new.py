@@ -1,4 +1,5 @@
-"""`turnwise new`: a complete plugin distribution from the templates of its kind, small and working, its tests included."""
+"""`turnwise new`: a complete plugin distribution from the templates of its kind, small and working, its tests
+included."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*([-_][A-Za-z0-9]+)*")
 class Template:
     """A kind of plugin: its short name on the command line, what the generated one does, how a YAML names it.
 
-    `example`: whether the common example, which runs on the fakes of turnwise.testing, suits it. `needs`: requirements besides the core.
+    `example`: whether the common example, which runs on the fakes of turnwise.testing, suits it. `needs`: requirements
+    besides the core.
     """
 
     short: str
@@ -36,32 +38,54 @@ class Template:
 
 TEMPLATES = {
     "environment": Template("env", "guess a number", "custom_envs: {TAG: {env_type: {{name}}, max_steps: 3}}", False),
-    "env_manager": Template("env-manager", "every turn shows the current observation alone", "custom_envs: {TAG: {env_manager: {{name}}, …}}"),
+    "env_manager": Template(
+        "env-manager",
+        "every turn shows the current observation alone",
+        "custom_envs: {TAG: {env_manager: {{name}}, …}}",
+    ),
     "inference_backend": Template("backend", "plays one action, or the first legal one", "baselines: [{{name}}]"),
-    "train_strategy": Template("strategy", "a table of logits, trained on numpy", "actor_train: {strategy_args: {strategy_name: {{name}}}}"),
-    "advantage_estimator": Template("estimator", "the score minus the mean score of the step", "adv_estimator: {{name}}"),
+    "train_strategy": Template(
+        "strategy", "a table of logits, trained on numpy", "actor_train: {strategy_args: {strategy_name: {{name}}}}"
+    ),
+    "advantage_estimator": Template(
+        "estimator", "the score minus the mean score of the step", "adv_estimator: {{name}}"
+    ),
     "policy_loss": Template("loss", "minus advantage times log-prob", "pg_variant: {{name}}", False, ("torch>=2.6",)),
     "batch_adjust": Template("batch-adjust", "one update of all rows", "batch_adjust_mode: {{name}}"),
-    "group_filter": Template("group-filter", "keeps the groups in which somebody succeeded", "group_filters: [{{name}}]"),
+    "group_filter": Template(
+        "group-filter", "keeps the groups in which somebody succeeded", "group_filters: [{{name}}]"
+    ),
     "logger": Template("logger", "the metrics as a CSV file", "track_with: [console, {{name}}]"),
     "runtime": Template("runtime", "another runtime with a clock", "runtime: {{name}}"),
-    "model_source": Template("model-source", "models in a local folder, by name and version", "model_source: {{name}}", False),
+    "model_source": Template(
+        "model-source", "models in a local folder, by name and version", "model_source: {{name}}", False
+    ),
 }
 """Kind → its template. The files are in `templates/<kind>/` and `templates/common/`."""
 
-WITH_NUMPY = frozenset(TEMPLATES) - {"environment", "inference_backend", "logger", "policy_loss", "runtime", "model_source"}
+WITH_NUMPY = frozenset(TEMPLATES) - {
+    "environment",
+    "inference_backend",
+    "logger",
+    "policy_loss",
+    "runtime",
+    "model_source",
+}
 
 
 def scaffold(kind: str, name: str, into: Path) -> None:
     """Write the distribution folder `into`/turnwise-NAME and print what to do next.
 
-    Raises ConfigError (unknown kind, a name that cannot be one, a folder that exists) or MachineError (it cannot be written).
+    Raises ConfigError (unknown kind, a name that cannot be one, a folder that exists) or MachineError (it cannot be
+    written).
     """
     kind = resolve(kind)
     words = _words(kind, name)
     folder = into / words["distribution"]
     if folder.exists():
-        raise ConfigError(f"{folder} exists already and is left as it is. Fix: another name, another --into, or remove the folder.")
+        raise ConfigError(
+            f"{folder} exists already and is left as it is. Fix: another name, another --into, or remove the folder."
+        )
     try:
         for path, text in rendered(kind, words).items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -75,13 +99,16 @@ def scaffold(kind: str, name: str, into: Path) -> None:
 
 
 def resolve(kind: str) -> str:
-    """The kind behind a short or full name, hyphens and underscores alike. Raises ConfigError with the nearest and all of them."""
+    """The kind behind a short or full name, hyphens and underscores alike. Raises ConfigError with the nearest and all
+    of them."""
     wanted = kind.strip().lower().replace("-", "_")
     known = {t.short.replace("-", "_"): full for full, t in TEMPLATES.items()} | {full: full for full in KINDS.values()}
     if wanted in known:
         return known[wanted]
     shorts = [t.short for t in TEMPLATES.values()]
-    raise ConfigError(f"there is no kind of plugin {kind!r}.{did_you_mean(kind, [*shorts, *KINDS.values()])} Kinds: {listed(shorts)}.")
+    raise ConfigError(
+        f"there is no kind of plugin {kind!r}.{did_you_mean(kind, [*shorts, *KINDS.values()])} Kinds: {listed(shorts)}."
+    )
 
 
 def rendered(kind: str, words: dict[str, str]) -> dict[str, str]:
@@ -90,7 +117,11 @@ def rendered(kind: str, words: dict[str, str]) -> dict[str, str]:
     templates: list[Traversable] = [*source.iterdir(), common / f"pyproject.toml{SUFFIX}"]
     if TEMPLATES[kind].example:
         templates.append(common / f"example.yaml{SUFFIX}")
-    out = {_place(t.name.removesuffix(SUFFIX), words): fill(t.read_text(encoding="utf-8"), words) for t in templates if t.name.endswith(SUFFIX)}
+    out = {
+        _place(t.name.removesuffix(SUFFIX), words): fill(t.read_text(encoding="utf-8"), words)
+        for t in templates
+        if t.name.endswith(SUFFIX)
+    }
     return out | {f"src/{words['module']}/py.typed": ""}
 
 
@@ -111,10 +142,17 @@ def _place(name: str, words: dict[str, str]) -> str:
 def _words(kind: str, name: str) -> dict[str, str]:
     """What the placeholders stand for. In the common example, every kind is `fake` but the one that is made."""
     if not NAME.fullmatch(name):
-        raise ConfigError(f"the name {name!r} cannot name a package. Fix: letters, digits, - and _ alone, a letter first, such as my_game.")
+        raise ConfigError(
+            f"the name {name!r} cannot name a package. Fix: letters, digits, - and _ alone, a letter first, such as"
+            " my_game."
+        )
     parts = [part.lower() for part in re.split("[-_]", name)]
     lower, upper = (int(n) for n in __version__.split(".")[:2])
-    needs = (f"turnwise>={lower}.{upper},<{lower}.{upper + 1}", *(("numpy>=1.26",) if kind in WITH_NUMPY else ()), *TEMPLATES[kind].needs)
+    needs = (
+        f"turnwise>={lower}.{upper},<{lower}.{upper + 1}",
+        *(("numpy>=1.26",) if kind in WITH_NUMPY else ()),
+        *TEMPLATES[kind].needs,
+    )
     yaml_name = "_".join(parts)
     return {
         **dict.fromkeys(TEMPLATES, "fake"),

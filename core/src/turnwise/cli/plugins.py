@@ -14,7 +14,8 @@ from turnwise.plugins import registry
 
 
 def show(as_json: bool) -> None:
-    """Print every implementation and every broken plugin. Plain text: a table library would cost more than the listing."""
+    """Print every implementation and every broken plugin. Plain text: a table library would cost more than the
+    listing."""
     known = registry()
     names = Counter((e.kind, name) for e in known.entries() for name in set(e.names))
     rows: list[dict[str, Any]] = [

@@ -31,8 +31,11 @@ from turnwise.planning.preflight import Findings, preflight, refuse
 from turnwise.plugins import registry
 
 
-def _loaded(path: Path, overrides: Sequence[str], notes: bool = False, planning: bool = False, checking: bool = False) -> Loaded:
-    """Load, and report the warnings; the notes on what was translated where somebody asks about the configuration itself."""
+def _loaded(
+    path: Path, overrides: Sequence[str], notes: bool = False, planning: bool = False, checking: bool = False
+) -> Loaded:
+    """Load, and report the warnings; the notes on what was translated where somebody asks about the configuration
+    itself."""
     loaded = load(path, overrides, planning=planning, checking=checking)
     for note in loaded.notes if notes else ():
         click.echo(f"note: {note}", err=True)
@@ -62,7 +65,9 @@ def train(path: Path, overrides: Sequence[str]) -> None:
         outcome = asyncio.run(pipeline.run())
     except BaseException as error:  # sys.exit() in a plugin is a failure, too, whatever its status
         lines = [f"saved: {pipeline.progress.saved or 'nothing yet'}"]
-        if pipeline.progress.saved is not None and pipeline.progress.first is not None:  # what could not even be resumed is no advice
+        if (
+            pipeline.progress.saved is not None and pipeline.progress.first is not None
+        ):  # what could not even be resumed is no advice
             lines.append(f"resume: {_resume_command(path, overrides, pipeline)}")
         where = "\n".join(lines)
         if isinstance(error, Interrupted | KeyboardInterrupt):
@@ -104,7 +109,8 @@ def program() -> str:
 
 
 def _resume_command(path: Path, overrides: Sequence[str], pipeline: Pipeline) -> str:
-    """The command that goes on from `pipeline.progress.saved`: the newest checkpoint of the run, or one that it was itself resumed from."""
+    """The command that goes on from `pipeline.progress.saved`: the newest checkpoint of the run, or one that it was
+    itself resumed from."""
     newest = resume.listed(pipeline.folders.checkpoints)[-1:]
     which = "true" if newest == [pipeline.progress.saved] else str(pipeline.progress.saved)
     kept = [o for o in overrides if not o.startswith("resume_from_checkpoint=")]
@@ -112,7 +118,8 @@ def _resume_command(path: Path, overrides: Sequence[str], pipeline: Pipeline) ->
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that falls silent where it cannot be written (a full disk): the run does not depend on it, and reports its own end."""
+    """A log file that falls silent where it cannot be written (a full disk): the run does not depend on it, and reports
+    its own end."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
         """Leave the record out."""
@@ -145,7 +152,14 @@ def _end_log(log: logging.Logger) -> None:
 
 
 def evaluate(
-    path: Path, overrides: Sequence[str], *, model: str | None, player: str | None, tag: str | None, episodes: int | None, as_json: bool
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    model: str | None,
+    player: str | None,
+    tag: str | None,
+    episodes: int | None,
+    as_json: bool,
 ) -> None:
     """Evaluate a model or a player."""
     loaded = _loaded(path, overrides)
@@ -182,7 +196,9 @@ def rollout(
         config = play.for_debugging(config)
     elif player == "human":
         config = play.patient(config)
-    played = asyncio.run(play.play(config, path.parent, player=_player(player), model=model, render=episodes if render else 0))
+    played = asyncio.run(
+        play.play(config, path.parent, player=_player(player), model=model, render=episodes if render else 0)
+    )
     for trajectory in played.trajectories:
         click.echo(readable(trajectory))
     for line in played.failures:
@@ -211,7 +227,11 @@ def readable(trajectory: Trajectory) -> str:
         ]
         lines.append(f"reward {turn.reward:g}")
     success = {None: "", True: ", success", False: ", no success"}[trajectory.success]
-    lines += ["--- end", _text(trajectory.final_observation), f"score {trajectory.score:g}, stopped by {trajectory.stop_reason}{success}\n"]
+    lines += [
+        "--- end",
+        _text(trajectory.final_observation),
+        f"score {trajectory.score:g}, stopped by {trajectory.stop_reason}{success}\n",
+    ]
     return "\n".join(lines)
 
 

@@ -31,7 +31,8 @@ OF_ESTIMATORS = ("lambd",)
 def give_algorithm_keys(
     data: dict[str, Any], slots: Sequence[Slot], reads: set[str], included: set[str], registry: Registry, report: Report
 ) -> dict[str, Any]:
-    """Take every top-level key that is not the schema's out of `data`: to the implementations, to `vars`, or into the report.
+    """Take every top-level key that is not the schema's out of `data`: to the implementations, to `vars`, or into the
+    report.
 
     Returns the free keys."""
     schema = [a.name for a in attrs.fields(RunConfig)]
@@ -63,7 +64,9 @@ def give_algorithm_keys(
 def _give(slot: Slot, key: str, value: Any, report: Report) -> None:
     inside = (*slot.inside, key)
     if key in slot.options:
-        report.error(inside, f"{slot.options[key]!r} here, and {value!r} at {dotted((key,))}. Fix: give {key} in one place")
+        report.error(
+            inside, f"{slot.options[key]!r} here, and {value!r} at {dotted((key,))}. Fix: give {key} in one place"
+        )
         return
     slot.options[key] = value
     report.sources.moved[inside] = (key,)
@@ -78,7 +81,11 @@ def _others(registry: Registry) -> dict[str, str]:
                 options = entry.config_class()
             except PluginError:  # reported where it is named
                 continue
-            found |= {a.name: chooser for a in attrs.fields(options) if a.init and a.name not in found} if options is not None else {}
+            found |= (
+                {a.name: chooser for a in attrs.fields(options) if a.init and a.name not in found}
+                if options is not None
+                else {}
+            )
     return found
 
 
@@ -95,7 +102,9 @@ def _options(chosen: Sequence[Slot]) -> list[str]:
 def _keep_free(data: dict[str, Any], free: Mapping[str, Any], reads: set[str], report: Report) -> None:
     read = [key for key in free if key in reads]
     if read:
-        report.note((read[0],), f"free values, which only ${{…}} reads and which may also stand under vars: {', '.join(read)}")
+        report.note(
+            (read[0],), f"free values, which only ${{…}} reads and which may also stand under vars: {', '.join(read)}"
+        )
     if free and isinstance(data.get("vars", {}), dict):
         data["vars"] = {**free, **data.get("vars", {})}
 

@@ -103,7 +103,10 @@ def _slot(data: dict[str, Any], path: Path, kind: str, registry: Registry, repor
         entry = registry.find(kind, name)
         cls = entry.config_class()
         if cls is not None and not attrs.has(cls):
-            raise PluginError(f"{kind} {name!r} (from {entry.distribution}): its config class {cls!r} is no attrs class. Fix: repair the plugin.")
+            raise PluginError(
+                f"{kind} {name!r} (from {entry.distribution}): its config class {cls!r} is no attrs class. Fix: repair"
+                " the plugin."
+            )
         return Slot(path, kind, entry, cls, dict(options), inside)
     except PluginError as error:
         # The first cause alone is chained: `--debug` shows one traceback, and later mistakes often follow from the
@@ -133,20 +136,31 @@ def _read(value: Any, path: Path, report: Report) -> tuple[str, Mapping[str, Any
         report.error(path, f"`{key}:` must name the implementation, it is {name!r}. Fix: {key}: NAME")
         return None
     if options is not None and not isinstance(options, Mapping):
-        report.error(inside, f"{options!r} is not a mapping of options. Fix: write `option: value` lines, or remove the key")
+        report.error(
+            inside, f"{options!r} is not a mapping of options. Fix: write `option: value` lines, or remove the key"
+        )
         return None
     return name, options or {}, inside
 
 
-def finish_choices(data: dict[str, Any], slots: Iterable[Slot], registry: Registry, report: Report, loose: set[Path]) -> None:
+def finish_choices(
+    data: dict[str, Any], slots: Iterable[Slot], registry: Registry, report: Report, loose: set[Path]
+) -> None:
     """Check the options of every slot and put the finished Choice into `data`.
 
     `loose`: options that a translation brought; where the implementation has no such option that is a warning."""
     for slot in slots:
         # The user wrote no such name: what the translation brought and this implementation lacks is no mistake of the
         # file.
-        for name in [n for n in slot.options if (*slot.path, n) in loose and slot.config_class is not None and n not in slot.fields]:
-            report.warn((*slot.inside, name), f"has no effect: {slot.kind.replace('_', ' ')} {slot.entry.name!r} has no option {name!r}")
+        for name in [
+            n
+            for n in slot.options
+            if (*slot.path, n) in loose and slot.config_class is not None and n not in slot.fields
+        ]:
+            report.warn(
+                (*slot.inside, name),
+                f"has no effect: {slot.kind.replace('_', ' ')} {slot.entry.name!r} has no option {name!r}",
+            )
             del slot.options[name]
         config = _structured(slot, registry, report)
         at(data, slot.path[:-1])[slot.path[-1]] = Choice(slot.entry.name, slot.options, config)
@@ -188,7 +202,11 @@ def _named_as_the_engine_does(slot: Slot, report: Report) -> dict[str, Any]:
 def _check_signature(entry: Entry, options: Mapping[str, Any], path: Path, registry: Registry, report: Report) -> None:
     # The signature is known only by importing it, and that needs what is missing.
     if entry.missing:
-        report.warn(path, f"not checked: {entry.kind.replace('_', ' ')} {entry.name!r} needs {', '.join(entry.missing)}, not installed here")
+        report.warn(
+            path,
+            f"not checked: {entry.kind.replace('_', ' ')} {entry.name!r} needs {', '.join(entry.missing)}, not"
+            " installed here",
+        )
         return
     try:
         registry.check_options(entry, options)
@@ -216,7 +234,13 @@ def check_environments(data: Mapping[str, Any], registry: Registry, report: Repo
             report.cause = report.cause or error
             report.error((*path, "env_type"), str(error))
             continue
-        _check_signature(entry, {str(k): v for k, v in options.items()}, (*path, "env_config") if options else (*path, "env_type"), registry, report)
+        _check_signature(
+            entry,
+            {str(k): v for k, v in options.items()},
+            (*path, "env_config") if options else (*path, "env_type"),
+            registry,
+            report,
+        )
 
 
 def _played(data: Mapping[str, Any]) -> set[str]:

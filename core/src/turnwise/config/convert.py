@@ -1,4 +1,5 @@
-"""Strict conversion of plain data to attrs classes by cattrs (no coercion, no unknown key, every mistake with its path), and back."""
+"""Strict conversion of plain data to attrs classes by cattrs (no coercion, no unknown key, every mistake with its
+path), and back."""
 
 from __future__ import annotations
 
@@ -71,7 +72,14 @@ _WORDS: dict[Any, str] = {
 def _kind(value: Any) -> str:
     if value is None:
         return "empty (null)"
-    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
+    kinds = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "a mapping",
+    }
     return kinds.get(type(value), f"a {type(value).__name__}")
 
 
@@ -99,7 +107,9 @@ def _float(value: Any, _: Any = None) -> float:
         raise WrongTypeError(value, describe(float))
     # YAML has `.nan`, and every comparison with it is false: it would pass all the ranges.
     if math.isnan(value):
-        raise ValueError("nan is not a number, which a number has to be. Fix: write one, or remove the key for its default")
+        raise ValueError(
+            "nan is not a number, which a number has to be. Fix: write one, or remove the key for its default"
+        )
     return float(value)
 
 
@@ -123,7 +133,11 @@ def _choice(value: Any, _: Any = None) -> Choice:
 
 def _is_list(annotation: Any) -> bool:
     origin = get_origin(annotation) or annotation
-    return isinstance(origin, type) and issubclass(origin, Sequence | set | frozenset) and not issubclass(origin, str | bytes)
+    return (
+        isinstance(origin, type)
+        and issubclass(origin, Sequence | set | frozenset)
+        and not issubclass(origin, str | bytes)
+    )
 
 
 def _is_mapping(annotation: Any) -> bool:
@@ -196,7 +210,8 @@ def _literal_factory(annotation: Any, _: Converter) -> Any:
 
 
 def _union_factory(annotation: Any, converter: Converter) -> Any:
-    """The member whose shape the value has: there is at most one of each shape in the schema's and the plugins' unions."""
+    """The member whose shape the value has: there is at most one of each shape in the schema's and the plugins'
+    unions."""
     members = get_args(annotation)
 
     def hook(value: Any, _: Any = None) -> Any:
@@ -259,7 +274,15 @@ def _problems(error: BaseException, path: Path) -> list[Problem]:
     if isinstance(error, KeyError) and error.args and path and error.args[0] == path[-1]:
         return [(path, "this key is required. Fix: write it")]
     if isinstance(error, StructureHandlerNotFoundError):
-        return [(path, f"a plugin's option has the type {error.type_!r}, which YAML cannot express. Fix: report it to the plugin's author")]
+        return [
+            (
+                path,
+                (
+                    f"a plugin's option has the type {error.type_!r}, which YAML cannot express. Fix: report it to the"
+                    " plugin's author"
+                ),
+            )
+        ]
     if isinstance(error, ValueError | TypeError) and error.args:
         text = one_line(error).partition(": ")[2].rstrip(". ")
         return [(path, text if "Fix: " in text else f"{text}. Fix: correct the value")]
@@ -274,7 +297,11 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
 
 def _blamed(error: BaseException, cls: Any) -> Path:
     """The option that a validator's message begins with, as in `that_option must be positive`."""
-    first = re.match(r"\W*(\w+)", str(error.args[0])) if error.args and not isinstance(error, ForbiddenExtraKeysError) else None
+    first = (
+        re.match(r"\W*(\w+)", str(error.args[0]))
+        if error.args and not isinstance(error, ForbiddenExtraKeysError)
+        else None
+    )
     return (first[1],) if first and attrs.has(cls) and first[1] in (a.name for a in attrs.fields(cls)) else ()
 
 
@@ -288,9 +315,11 @@ def _step(error: BaseException) -> Path:
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:
-    """The resolved configuration as dicts, lists, numbers, text and null, with every default and every option of the plugins.
+    """The resolved configuration as dicts, lists, numbers, text and null, with every default and every option of the
+    plugins.
 
-    A choice is `{"use": name, **options}`, a role's strategy_args `{"strategy_name": name, "strategy_config": options}`."""
+    A choice is `{"use": name, **options}`, a role's strategy_args `{"strategy_name": name, "strategy_config":
+    options}`."""
     whole = plain(config)
     assert isinstance(whole, dict)
     for role in ROLES:

@@ -9,7 +9,8 @@ from turnwise.config.schema import MANAGERS
 
 
 def add_defaults(data: dict[str, Any], report: Report) -> None:
-    """`output_dir` under the run's name, sampling of evaluation over that of training, an even split of the groups over the tags."""
+    """`output_dir` under the run's name, sampling of evaluation over that of training, an even split of the groups over
+    the tags."""
     if "output_dir" not in data:
         data["output_dir"] = f"runs/{data.get('exp_name', 'turnwise')}"
     # Evaluation is greedy unless it says otherwise.
@@ -57,7 +58,9 @@ def _tags(data: dict[str, Any], manager: str, report: Report) -> None:
         if len(environments) == 1:
             data[manager]["tags"] = list(environments)
         else:
-            report.error(path, "names no environment. Fix: list tags of custom_envs: [" + ", ".join(map(str, environments)) + "]")
+            report.error(
+                path, "names no environment. Fix: list tags of custom_envs: [" + ", ".join(map(str, environments)) + "]"
+            )
 
 
 def _split(block: dict[str, Any]) -> None:

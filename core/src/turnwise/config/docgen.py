@@ -65,7 +65,8 @@ def _block(title: str, cls: Any) -> str:
 
 
 def _annotation(cls: type, name: str) -> str:
-    """The type as it is written: once a configuration was converted in this process, attrs holds classes in place of the words."""
+    """The type as it is written: once a configuration was converted in this process, attrs holds classes in place of
+    the words."""
     found = (inspect.get_annotations(base).get(name) for base in cls.__mro__)
     return str(next(text for text in found if text is not None))
 
@@ -98,7 +99,9 @@ def _type(text: str) -> str:
         ("None", "null"),
     ):
         text = text.replace(python, words)
-    return _cell(text.removeprefix("Literal[").removesuffix("]").replace('"', "`") if text.startswith("Literal[") else text)
+    return _cell(
+        text.removeprefix("Literal[").removesuffix("]").replace('"', "`") if text.startswith("Literal[") else text
+    )
 
 
 def _default(default: Any) -> str:

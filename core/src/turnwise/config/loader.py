@@ -1,4 +1,5 @@
-"""Loading a configuration: files, overrides, interpolation, translation, plugins, strict conversion, relations; one report."""
+"""Loading a configuration: files, overrides, interpolation, translation, plugins, strict conversion, relations; one
+report."""
 
 from __future__ import annotations
 
@@ -29,12 +30,14 @@ from turnwise.plugins import Registry
 
 @frozen
 class Loaded:
-    """A configuration that can run. `notes`: what was translated. `warnings`: what has no effect, or an unlikely one. `lacks`: what this
-    machine has not, and `missing`: what Turnwise has not (an environment that no plugin brings, a feature of a later version), in a configuration
-    that is not wrong. `foreign`: it has keys of another framework.
+    """A configuration that can run. `notes`: what was translated. `warnings`: what has no effect, or an unlikely one.
+    `lacks`: what this
+    machine has not, and `missing`: what Turnwise has not (an environment that no plugin brings, a feature of a later
+    version), in a configuration that is not wrong. `foreign`: it has keys of another framework.
 
-    `sources` says where a key was written. `text` is the configuration as YAML, includes, overrides and `${…}` resolved: `load` reads
-    it again from any folder. `references`: path → text, for what comes from the environment, whose values are never written."""
+    `sources` says where a key was written. `text` is the configuration as YAML, includes, overrides and `${…}`
+    resolved: `load` reads it again from any folder. `references`: path → text, for what comes from the environment,
+    whose values are never written."""
 
     config: RunConfig
     notes: list[str] = field(factory=list)
@@ -47,7 +50,8 @@ class Loaded:
     foreign: bool = False
 
     def plain(self) -> dict[str, Any]:
-        """The configuration as `to_plain` gives it, for loggers and checkpoints: `${oc.env:NAME}` stays where the environment was read."""
+        """The configuration as `to_plain` gives it, for loggers and checkpoints: `${oc.env:NAME}` stays where the
+        environment was read."""
         hidden = secrets(self.references)
 
         def shown(value: Any, path: Path) -> Any:
@@ -66,13 +70,20 @@ class Loaded:
 
 
 def load(
-    path: FilePath | str, overrides: Sequence[str] = (), *, registry: Registry | None = None, planning: bool = False, checking: bool = False
+    path: FilePath | str,
+    overrides: Sequence[str] = (),
+    *,
+    registry: Registry | None = None,
+    planning: bool = False,
+    checking: bool = False,
 ) -> Loaded:
-    """Read `path` with `key=value` overrides. Raises ConfigError with every problem at once, one line each; without one, MachineError with
-    everything that the configuration needs and is not here.
+    """Read `path` with `key=value` overrides. Raises ConfigError with every problem at once, one line each; without
+    one, MachineError with everything that the configuration needs and is not here.
 
-    `checking`: what is not here stands in `Loaded.lacks` and `Loaded.missing`. `planning`: only arithmetic is wanted (`turnwise plan`):
-    a missing distribution of `plugins:`, an environment that is not installed and asynchronous training are warnings."""
+    `checking`: what is not here stands in `Loaded.lacks` and `Loaded.missing`. `planning`: only arithmetic is wanted
+    (`turnwise plan`):
+    a missing distribution of `plugins:`, an environment that is not installed and asynchronous training are
+    warnings."""
     file = FilePath(path)
     registry = plugins.registry() if registry is None else registry
     found = read_layers(file, str(path))
@@ -98,7 +109,17 @@ def load(
     if report.lacks and not checking:
         raise MachineError("\n".join(report.lacks))
     text = OmegaConf.to_yaml(OmegaConf.create(_portable(whole, free, file.parent)))
-    return Loaded(config, report.notes, report.warnings, report.sources, text, report.lacks, resolved.references, report.missing, report.foreign)
+    return Loaded(
+        config,
+        report.notes,
+        report.warnings,
+        report.sources,
+        text,
+        report.lacks,
+        resolved.references,
+        report.missing,
+        report.foreign,
+    )
 
 
 def _declare(merged: Merged, folder: FilePath, registry: Registry, report: Report) -> None:
@@ -112,7 +133,9 @@ def _declare(merged: Merged, folder: FilePath, registry: Registry, report: Repor
         registry.declare(names, folder)
     except PluginError as error:
         text = str(error).removeprefix("plugins: ")
-        if report.planning and isinstance(error, MissingPluginError):  # what is really needed of them is looked up by name later
+        if report.planning and isinstance(
+            error, MissingPluginError
+        ):  # what is really needed of them is looked up by name later
             report.warn(("plugins",), text)
             return
         report.cause = error.__cause__ or error
@@ -127,15 +150,23 @@ def _presets(found: Includes, merged: Merged, registry: Registry, report: Report
     note_reads(merged)
 
 
-def _convert(data: dict[str, Any], merged: Merged, registry: Registry, report: Report) -> tuple[RunConfig | None, set[str]]:
+def _convert(
+    data: dict[str, Any], merged: Merged, registry: Registry, report: Report
+) -> tuple[RunConfig | None, set[str]]:
     """Plain data to the schema (None when it does not fit), and the top-level keys that are free values."""
     loose = apply(RULES, data, merged.reads, registry, report)
     add_defaults(data, report)
     for role in ("actor_train", "actor_infer"):
-        if not (isinstance(data.get(role), dict) and data[role].get("strategy_args")) and isinstance(data.get(role, {}), dict):
+        if not (isinstance(data.get(role), dict) and data[role].get("strategy_args")) and isinstance(
+            data.get(role, {}), dict
+        ):
             kind = "train_strategy" if role == "actor_train" else "inference_backend"
             names = ", ".join(e.name for e in registry.entries(kind)) or "none"
-            report.error((role,), f"{role}.strategy_args says what runs it. Installed: {names}. Fix: strategy_args: {{strategy_name: NAME}}")
+            report.error(
+                (role,),
+                f"{role}.strategy_args says what runs it. Installed: {names}. Fix: strategy_args: {{strategy_name:"
+                " NAME}",
+            )
     slots = find_choices(data, registry, report)
     free = give_algorithm_keys(data, slots, merged.reads, merged.included, registry, report)
     finish_choices(data, slots, registry, report, loose)
@@ -147,18 +178,22 @@ def _convert(data: dict[str, Any], merged: Merged, registry: Registry, report: R
 
 
 def _portable(data: dict[str, Any], free: set[str], folder: FilePath) -> dict[str, Any]:
-    """The data with the files under `plugins:` made absolute, and the free keys, which nothing reads any more, under `vars:`."""
+    """The data with the files under `plugins:` made absolute, and the free keys, which nothing reads any more, under
+    `vars:`."""
     values = {k: v for k, v in data.items() if k in free}
     data = {k: v for k, v in data.items() if k not in free}
     if values:
         data["vars"] = {**values, **(data.get("vars") or {})}
     if isinstance(data.get("plugins"), list):
-        data["plugins"] = [str((folder / p).resolve()) if isinstance(p, str) and p.endswith(".py") else p for p in data["plugins"]]
+        data["plugins"] = [
+            str((folder / p).resolve()) if isinstance(p, str) and p.endswith(".py") else p for p in data["plugins"]
+        ]
     return data
 
 
 def _referring(resolved: Resolved) -> dict[str, Any]:
-    """A copy of the data in which text that looks like `${…}` stays text, and what the environment gave is asked of it again."""
+    """A copy of the data in which text that looks like `${…}` stays text, and what the environment gave is asked of it
+    again."""
     whole: dict[str, Any] = escaped(resolved.data)
     for path, text in resolved.references.items():
         holder = at(whole, path[:-1])

@@ -1,4 +1,5 @@
-"""Everything that loading a configuration has to say: where each key was written, the problems, the warnings, the notes."""
+"""Everything that loading a configuration has to say: where each key was written, the problems, the warnings, the
+notes."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def dotted(path: Path) -> str:
 class Sources:
     """Where every value was written: `file:line`, or the override that brought it.
 
-    `moved` maps the path that a value has now to the one at which the user wrote it (translated keys); `copies` maps a path whose
-    value is one whole `${…}` to the block that it copies."""
+    `moved` maps the path that a value has now to the one at which the user wrote it (translated keys); `copies` maps a
+    path whose value is one whole `${…}` to the block that it copies."""
 
     root: str
     places: dict[Path, str] = field(factory=dict)
@@ -58,7 +59,8 @@ class Sources:
         return self._place(self.written(path), 20)
 
     def placed(self, line: str) -> str:
-        """A line that begins with a key (`$.actor_infer.device_mapping: …`), with the place where that was written before it."""
+        """A line that begins with a key (`$.actor_infer.device_mapping: …`), with the place where that was written
+        before it."""
         match = _KEYED.match(line)
         if match is None:
             return line
@@ -102,7 +104,9 @@ class Report:
             return
         where = self.sources.where(path)
         line = where.rpartition(":")[2]
-        self._problems.setdefault(self._line(path, text), (where.rpartition(":")[0], int(line) if line.isdigit() else 0))
+        self._problems.setdefault(
+            self._line(path, text), (where.rpartition(":")[0], int(line) if line.isdigit() else 0)
+        )
 
     def warn(self, path: Path, text: str) -> None:
         """Something that has no effect, or hardly the one that was meant."""
@@ -111,7 +115,8 @@ class Report:
             self.warnings.append(line)
 
     def lack(self, path: Path, text: str, planned: str) -> None:
-        """Something that this machine has not; a warning with the words `planned` behind it where only arithmetic is wanted."""
+        """Something that this machine has not; a warning with the words `planned` behind it where only arithmetic is
+        wanted."""
         self._absent(self.lacks, path, text, planned)
 
     def miss(self, path: Path, text: str, planned: str) -> None:
@@ -164,7 +169,9 @@ class Report:
         text = " ".join(part.strip() for part in text.splitlines())  # what a plugin or a parser says may have several
         text = _WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-20:]}", text)
         line = masked(f"{self.sources.where(path)}: {dotted(self.sources.written(path))}: {text}", self.secrets)
-        return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} … {line[-LONGEST_LINE // 2 :]}"  # the fix stands at the end
+        return (
+            line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} … {line[-LONGEST_LINE // 2 :]}"
+        )  # the fix stands at the end
 
 
 def masked(text: str, secrets: Mapping[str, str]) -> str:

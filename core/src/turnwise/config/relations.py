@@ -10,10 +10,9 @@ from attrs import evolve, fields_dict
 
 from turnwise.config.problems import Path, Report
 from turnwise.config.schema import MANAGERS, ROLES, UNKNOWN, Choice, EnvManagerConfig, Role, RunConfig
+from turnwise.config.updates import check_budget, check_updates, loss_capabilities, token_budget
 from turnwise.contracts.capabilities import ChecksRun
 from turnwise.contracts.estimator import EstimatorCapabilities
-from turnwise.contracts.loss import LossCapabilities
-from turnwise.contracts.train import StrategyCapabilities
 from turnwise.data.ranges import faults
 from turnwise.declared import declared
 from turnwise.errors import PluginError, Problem, did_you_mean, one_line
@@ -38,7 +37,7 @@ def check_relations(config: RunConfig, registry: Registry, report: Report) -> Ru
     _correction(config, registry, report)
     _roles(config, report)
     _mock(config, report)
-    _updates(config, registry, report)
+    check_updates(config, registry, report)
     _own(config, report)
     _signal(config, registry, report)
     return _needed_roles(config, registry, report)
@@ -61,7 +60,9 @@ def _manager(config: RunConfig, name: str, report: Report) -> None:
         if tag not in config.custom_envs:
             known = list(config.custom_envs)
             report.error(
-                (name, "tags", i), f"{tag!r} is no tag of custom_envs.{did_you_mean(tag, known)} Tags: {', '.join(known)}. Fix: correct it, or add it"
+                (name, "tags", i),
+                f"{tag!r} is no tag of custom_envs.{did_you_mean(tag, known)} Tags: {', '.join(known)}. Fix: correct"
+                " it, or add it",
             )
         if tag in manager.tags[:i]:
             report.error((name, "tags", i), f"{tag!r} is named twice. Fix: keep one, and give it the groups of both")
@@ -73,11 +74,16 @@ def _manager(config: RunConfig, name: str, report: Report) -> None:
         )
     elif sum(parts) != manager.num_env_groups or min(parts) < 0:
         text = f"{list(parts)} adds up to {sum(parts)}, num_env_groups is {manager.num_env_groups}"
-        report.error((name, "num_groups_partition"), f"{text}. Fix: make them equal, or remove the key for an even split")
+        report.error(
+            (name, "num_groups_partition"), f"{text}. Fix: make them equal, or remove the key for an even split"
+        )
     batch_key = "rollout_batch_size" if name == "train_env_manager" else "val_batch_size"
     batch, product = getattr(config, batch_key), manager.num_env_groups * manager.group_size
     if batch is not None and batch != product:
-        text = f"{batch} is not num_env_groups {manager.num_env_groups} × group_size {manager.group_size} = {product} of {name}"
+        text = (
+            f"{batch} is not num_env_groups {manager.num_env_groups} × group_size {manager.group_size} = {product} of"
+            f" {name}"
+        )
         report.error((batch_key,), f"{text}. Fix: {batch_key}: {product}{_groups_that_fit(batch, manager)}")
 
 
@@ -97,16 +103,28 @@ def _sampling(config: RunConfig, report: Report) -> None:
         uses.append((("val_env_manager", "generating_args"), val.generating_args))
     for path, args in uses:
         if args.max_new_tokens >= config.sequence_length:
-            text = f"max_new_tokens {args.max_new_tokens} leaves no room for a prompt in sequence_length {config.sequence_length}"
+            text = (
+                f"max_new_tokens {args.max_new_tokens} leaves no room for a prompt in sequence_length"
+                f" {config.sequence_length}"
+            )
             own: Path = (*path, "max_new_tokens")
             # A default of max_new_tokens that does not fit is blamed on the key that the user wrote.
             blamed = own if report.sources.wrote(own) else ("sequence_length",)
             report.error(blamed, f"{text}. Fix: lower the one, or raise the other")
     if uses[0][1].temperature == 0:
-        report.error((*train_path, "temperature"), "training samples at temperature 0: every member of a group plays the same. Fix: temperature: 1")
-    if val is not None and val.group_size > 1 and val.generating_args is not None and val.generating_args.temperature == 0:
+        report.error(
+            (*train_path, "temperature"),
+            "training samples at temperature 0: every member of a group plays the same. Fix: temperature: 1",
+        )
+    if (
+        val is not None
+        and val.group_size > 1
+        and val.generating_args is not None
+        and val.generating_args.temperature == 0
+    ):
         text = (
-            f"the {val.group_size} members of a group play the same: val_env_manager.group_size {val.group_size} with generating_args.temperature 0"
+            f"the {val.group_size} members of a group play the same: val_env_manager.group_size {val.group_size} with"
+            " generating_args.temperature 0"
         )
         report.warn(("val_env_manager", "group_size"), text)
     longest = max(args.max_new_tokens for _, args in uses)
@@ -128,7 +146,10 @@ def _schedule(config: RunConfig, report: Report) -> None:
         if args.warmup_steps and args.warmup_ratio:
             report.warn((*path, "warmup_ratio"), f"has no effect beside warmup_steps {args.warmup_steps}")
     if config.eval_steps and config.val_env_manager is None:
-        report.error(("eval_steps",), f"{config.eval_steps}: there is nothing to evaluate on. Fix: add val_env_manager, or eval_steps: 0")
+        report.error(
+            ("eval_steps",),
+            f"{config.eval_steps}: there is nothing to evaluate on. Fix: add val_env_manager, or eval_steps: 0",
+        )
 
 
 def _kl(config: RunConfig, report: Report) -> None:
@@ -137,7 +158,11 @@ def _kl(config: RunConfig, report: Report) -> None:
         wanted, value = getattr(config, flag), getattr(config, coefficient)
         if wanted is not None and wanted != (value > 0):
             fix = f"{coefficient} above 0, or {flag}: false" if wanted else f"{coefficient}: 0, or {flag}: true"
-            report.error((flag,), f"{str(wanted).lower()} disagrees with {coefficient} {value}, which alone switches the term on. Fix: {fix}")
+            report.error(
+                (flag,),
+                f"{str(wanted).lower()} disagrees with {coefficient} {value}, which alone switches the term on. Fix:"
+                f" {fix}",
+            )
     if config.target_kl is not None and config.init_kl_coef == 0:
         report.warn(("target_kl",), "has no effect: init_kl_coef is 0")
     if config.kl_in_score and config.init_kl_coef == 0:
@@ -148,15 +173,10 @@ def _loss(config: RunConfig, registry: Registry, report: Report) -> None:
     """Settings that the chosen loss has no use for."""
     known = loss_capabilities(config, registry)
     if config.ratio_type == "segment" and (known.own_ratio or not known.uses_ratio):
-        report.warn(("ratio_type",), f"has no effect: pg_variant {config.pg_variant.name!r} does not use the ratio that it chooses")
-
-
-def loss_capabilities(config: RunConfig, registry: Registry | None = None) -> LossCapabilities:
-    """What the policy loss declares; the defaults where it cannot be asked, which is reported where it is named."""
-    try:
-        return declared(LossCapabilities, config.pg_variant.name, config.pg_variant.config, registry)
-    except PluginError:
-        return LossCapabilities()
+        report.warn(
+            ("ratio_type",),
+            f"has no effect: pg_variant {config.pg_variant.name!r} does not use the ratio that it chooses",
+        )
 
 
 def _own(config: RunConfig, report: Report) -> None:
@@ -184,7 +204,11 @@ def _said(choice: Choice, config: RunConfig, path: Path, report: Report) -> list
                 raise TypeError(f"it gave {odd[0]!r:.60}, which is no turnwise.errors.Problem")
         return found
     except StrangerError as failure:
-        report.error(path, f"the check of {choice.name!r} failed: {one_line(failure.error)}. Fix: repair the plugin, or name another implementation")
+        report.error(
+            path,
+            f"the check of {choice.name!r} failed: {one_line(failure.error)}. Fix: repair the plugin, or name another"
+            " implementation",
+        )
         return []
 
 
@@ -207,30 +231,47 @@ def _correction(config: RunConfig, registry: Registry, report: Report) -> None:
     if correction is None:
         return
     weight = correction.is_weight
-    if weight.enabled and (weight.lower_bound or 0.0) > (math.inf if weight.upper_bound is None else weight.upper_bound):
-        report.error((*path, "is_weight", "lower_bound"), f"{weight.lower_bound} is above upper_bound {weight.upper_bound}. Fix: lower it")
+    if weight.enabled and (weight.lower_bound or 0.0) > (
+        math.inf if weight.upper_bound is None else weight.upper_bound
+    ):
+        report.error(
+            (*path, "is_weight", "lower_bound"),
+            f"{weight.lower_bound} is above upper_bound {weight.upper_bound}. Fix: lower it",
+        )
     for i, one in enumerate(correction.filters):
         if one.enabled and not one.active:
             report.warn((*path, "filters", i), "has no effect: neither ratio_enabled nor diff_enabled is true")
         for on, name in ((one.ratio_enabled, "ratio"), (one.diff_enabled, "diff")):
             low, high = getattr(one, f"{name}_low"), getattr(one, f"{name}_high")
             if one.enabled and on and low > high:
-                report.error((*path, "filters", i, f"{name}_low"), f"{low} is above {name}_high {high}: no token would train. Fix: lower it")
+                report.error(
+                    (*path, "filters", i, f"{name}_low"),
+                    f"{low} is above {name}_high {high}: no token would train. Fix: lower it",
+                )
     if correction.active and config.recompute_old_logprobs == "false":
-        text = "false: then old log-probs are the sampler's, and train_infer_correction has nothing to compare them with"
+        text = (
+            "false: then old log-probs are the sampler's, and train_infer_correction has nothing to compare them with"
+        )
         report.error(("recompute_old_logprobs",), f"{text}. Fix: recompute_old_logprobs: true")
     if weight.enabled and loss_capabilities(config, registry).needs_infer_log_probs:
-        text = f"true beside pg_variant {config.pg_variant.name!r}, whose own ratio is that to the sampler: it would count twice"
+        text = (
+            f"true beside pg_variant {config.pg_variant.name!r}, whose own ratio is that to the sampler: it would count"
+            " twice"
+        )
         report.error((*path, "is_weight", "enabled"), f"{text}. Fix: is_weight: {{enabled: false}}")
 
 
 def _mock(config: RunConfig, report: Report) -> None:
     if config.rollout_mock.enable and not config.rollout_mock.dump_dir:
-        report.error(("rollout_mock",), "says not where the rollouts are. Fix: rollout_mock: {enable: true, mode: dump, dump_dir: FOLDER}")
+        report.error(
+            ("rollout_mock",),
+            "says not where the rollouts are. Fix: rollout_mock: {enable: true, mode: dump, dump_dir: FOLDER}",
+        )
 
 
 def _without_effect(config: RunConfig, report: Report) -> None:
-    """Keys that nothing reads: a backend cuts its batches itself, and some options belong to a choice that was not made."""
+    """Keys that nothing reads: a backend cuts its batches itself, and some options belong to a choice that was not
+    made."""
     for key in ("use_dynamic_batching_in_train", "use_dynamic_batching_in_infer", "use_sequence_packing"):
         if getattr(config.actor_infer, key):
             report.warn(("actor_infer", key), "has no effect: the backend cuts its own batches (infer_batch_size)")
@@ -241,7 +282,10 @@ def _without_effect(config: RunConfig, report: Report) -> None:
     if config.value_clip is not None and config.critic is None:
         report.warn(("value_clip",), "has no effect: there is no critic")
     if config.loss_scale_factor is not None and config.loss_agg_mode != "seq-mean-token-sum-norm":
-        report.warn(("loss_scale_factor",), f"has no effect: loss_agg_mode is {config.loss_agg_mode}. Fix: seq-mean-token-sum-norm")
+        report.warn(
+            ("loss_scale_factor",),
+            f"has no effect: loss_agg_mode is {config.loss_agg_mode}. Fix: seq-mean-token-sum-norm",
+        )
 
 
 def _adapters(config: RunConfig, report: Report) -> None:
@@ -253,8 +297,16 @@ def _adapters(config: RunConfig, report: Report) -> None:
                 report.warn((name, "model_args", key), "has no effect: lora_rank is null, which trains the whole model")
     for name in ROLES:
         role = getattr(config, name)
-        if role is not None and role.model_args.lora_sync != "merged" and (name != "actor_train" or role.model_args.lora_rank is None):
-            why = "lora_rank is null, which trains the whole model" if name == "actor_train" else "only actor_train sends weights"
+        if (
+            role is not None
+            and role.model_args.lora_sync != "merged"
+            and (name != "actor_train" or role.model_args.lora_rank is None)
+        ):
+            why = (
+                "lora_rank is null, which trains the whole model"
+                if name == "actor_train"
+                else "only actor_train sends weights"
+            )
             report.warn((name, "model_args", "lora_sync"), f"has no effect: {why}")
 
 
@@ -274,70 +326,19 @@ def _roles(config: RunConfig, report: Report) -> None:
             continue
         devices = role.device_mapping
         if len(set(devices)) != len(devices) or any(d < 0 for d in devices):
-            report.error((name, "device_mapping"), f"{list(devices)} names a device twice, or one below 0. Fix: each device once")
+            report.error(
+                (name, "device_mapping"), f"{list(devices)} names a device twice, or one below 0. Fix: each device once"
+            )
         phases: tuple[Literal["train", "infer"], ...] = ("train", "infer")
         for phase in phases:
             key = f"max_tokens_per_microbatch_in_{phase}"
             if token_budget(config, role, phase) is not None or getattr(role, f"use_dynamic_batching_in_{phase}"):
-                _budget(config, name, key, token_budget(config, role, phase), report)
+                check_budget(config, name, key, token_budget(config, role, phase), report)
             elif getattr(role, key) is not None:
-                report.warn((name, key), f"has no effect without use_dynamic_batching_in_{phase}: true or use_sequence_packing: true")
-
-
-def _budget(config: RunConfig, name: str, key: str, budget: int | None, report: Report) -> None:
-    flag = key.replace("max_tokens_per_microbatch", "use_dynamic_batching")
-    if budget is None:
-        report.error((name, flag), f"needs a token budget. Fix: {key}: N, at least sequence_length {config.sequence_length}")
-    elif budget < config.sequence_length:
-        report.error((name, key), f"{budget} cannot hold one sample of sequence_length {config.sequence_length}. Fix: raise it")
-
-
-def token_budget(config: RunConfig, role: Role, phase: Literal["train", "infer"]) -> int | None:
-    """Tokens of a micro-batch, where they bound it instead of a number of rows: sequence_length for packed rows without a budget of their own."""
-    budget: int | None = getattr(role, f"max_tokens_per_microbatch_in_{phase}")
-    if role.use_sequence_packing:
-        return config.sequence_length if budget is None else budget
-    return budget if getattr(role, f"use_dynamic_batching_in_{phase}") else None
-
-
-def data_parallel_size(role: Role) -> int:
-    """How many ranks of a role see different rows, by its strategy's own arithmetic."""
-    size = strategy_capabilities(role).data_parallel_size
-    return int(size(max(1, len(role.device_mapping)))) if size is not None else 1
-
-
-def strategy_capabilities(role: Role) -> StrategyCapabilities:
-    """What a role's training strategy declares; the defaults where it cannot be asked, which is reported where it is named."""
-    choice = role.strategy_args
-    try:
-        return declared(StrategyCapabilities, choice.name, choice.config) if choice is not None else StrategyCapabilities()
-    except PluginError:
-        return StrategyCapabilities()
-
-
-def rows_per_update(role: Role) -> int:
-    """U: per device × accumulation × data-parallel size."""
-    return role.training_args.per_device_train_batch_size * role.training_args.gradient_accumulation_steps * data_parallel_size(role)
-
-
-def _updates(config: RunConfig, registry: Registry, report: Report) -> None:
-    """Devices that the engine's sizes divide; and a loss without a ratio wants one update a step."""
-    batch = config.rollout_batch_size
-    for name in ("actor_train", "critic"):
-        role: Role | None = getattr(config, name)
-        if role is None:
-            continue
-        try:
-            unit = rows_per_update(role)
-        except ValueError as error:
-            report.error((name, "device_mapping"), f"{error}. Fix: correct the devices, or the sizes in strategy_config")
-            continue
-        made = -(-batch // unit) * config.ppo_epochs
-        if name == "actor_train" and made > 1 and not loss_capabilities(config, registry).uses_ratio:
-            text = f"{config.pg_variant.name!r} has no ratio to the old policy, and a step makes about {made} updates"
-            report.warn(
-                ("pg_variant",), f"{text}: all but the first train on another policy's samples. Fix: one update a step, or a loss with a ratio"
-            )
+                report.warn(
+                    (name, key),
+                    f"has no effect without use_dynamic_batching_in_{phase}: true or use_sequence_packing: true",
+                )
 
 
 def _signal(config: RunConfig, registry: Registry, report: Report) -> None:
@@ -346,7 +347,11 @@ def _signal(config: RunConfig, registry: Registry, report: Report) -> None:
         return
     given = config.reward_normalization
     options = config.adv_estimator.config
-    own = options.reward_normalization if options is not None and "reward_normalization" in fields_dict(type(options)) else None
+    own = (
+        options.reward_normalization
+        if options is not None and "reward_normalization" in fields_dict(type(options))
+        else None
+    )
     settings = own or given
     name = config.adv_estimator.name
     known = _estimator(config, registry)
@@ -354,10 +359,18 @@ def _signal(config: RunConfig, registry: Registry, report: Report) -> None:
     grouped = bool(compares)
     if settings is not None and settings.grouping in ("batch", "tags"):
         grouped = False
-    if compares is not False and settings is not None and settings.method in ("mean", "mean_std") and settings.grouping in (None, "traj_group_id"):
+    if (
+        compares is not False
+        and settings is not None
+        and settings.method in ("mean", "mean_std")
+        and settings.grouping in (None, "traj_group_id")
+    ):
         grouped = True
     if grouped:
-        report.warn(("train_env_manager", "group_size"), f"group_size 1 leaves {name!r} no other trajectory to compare with. Fix: group_size: 8")
+        report.warn(
+            ("train_env_manager", "group_size"),
+            f"group_size 1 leaves {name!r} no other trajectory to compare with. Fix: group_size: 8",
+        )
 
 
 def _estimator(config: RunConfig, registry: Registry) -> EstimatorCapabilities | None:
@@ -374,7 +387,9 @@ def _needed_roles(config: RunConfig, registry: Registry, report: Report) -> RunC
     needs = known.needs if known is not None else None
     if needs is not None and "values" in needs and config.critic is None:
         text = f"adv_estimator {config.adv_estimator.name!r} needs the values of a critic"
-        report.error(("adv_estimator",), f"{text}. Fix: critic: {{strategy_args: …, training_args: …}}, or another estimator")
+        report.error(
+            ("adv_estimator",), f"{text}. Fix: critic: {{strategy_args: …, training_args: …}}, or another estimator"
+        )
     if needs is not None and "values" not in needs and config.critic is not None:
         report.warn(("critic",), f"is not loaded: adv_estimator {config.adv_estimator.name!r} needs no values")
         config = evolve(config, critic=None)

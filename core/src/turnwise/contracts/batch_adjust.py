@@ -10,7 +10,8 @@ from attrs import frozen
 
 @frozen
 class AdjustContext:
-    """`unit`: U = per_device_train_batch_size × gradient_accumulation_steps × data-parallel size. `rollout_batch_size`: trajectories a step."""
+    """`unit`: U = per_device_train_batch_size × gradient_accumulation_steps × data-parallel size. `rollout_batch_size`:
+    trajectories a step."""
 
     unit: int
     rollout_batch_size: int
@@ -18,7 +19,8 @@ class AdjustContext:
 
 @frozen(eq=False)
 class AdjustInput:
-    """`trajectory` int64 [N]: the trajectory of each row. `trajectories`: how many arrived, those without rows included. `seed`: of this step."""
+    """`trajectory` int64 [N]: the trajectory of each row. `trajectories`: how many arrived, those without rows
+    included. `seed`: of this step."""
 
     trajectory: np.ndarray
     trajectories: int
@@ -37,7 +39,8 @@ class BatchAdjust(Protocol):
     """Built as `Policy(config, context)`."""
 
     def plan(self, rows: AdjustInput) -> list[PlannedUpdate]:
-        """One epoch of updates. Deterministic under the seed; invents no row. An update may be empty: it counts, but takes no step."""
+        """One epoch of updates. Deterministic under the seed; invents no row. An update may be empty: it counts, but
+        takes no step."""
         ...
 
     def updates(self, rows: int) -> int:

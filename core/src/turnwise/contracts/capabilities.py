@@ -12,11 +12,12 @@ from turnwise.errors import Problem
 
 @frozen
 class Capabilities:
-    """A frozen record of what an implementation can do beyond its contract's methods, or needs; every field has a default.
+    """A frozen record of what an implementation can do beyond its contract's methods, or needs; every field has a
+    default.
 
-    The attribute `capabilities` holds it: on the implementation, as a class attribute; or on its config class, as a class attribute or a
-    property, where options decide or where the implementation is heavy to import. A config class that has it speaks alone. The core reads
-    it by turnwise.declared."""
+    The attribute `capabilities` holds it: on the implementation, as a class attribute; or on its config class, as a
+    class attribute or a property, where options decide or where the implementation is heavy to import. A config class
+    that has it speaks alone. The core reads it by turnwise.declared."""
 
     kind: ClassVar[str]
 
@@ -26,6 +27,7 @@ class ChecksRun(Protocol):
     """A config class that judges its options together with the rest of the run."""
 
     def check(self, run: Any) -> Iterable[Problem]:
-        """What is wrong, or has no effect, in `run` (turnwise.config.schema.RunConfig, which no contract may import): `path` is dotted from the
-        options' own block on, or begins with `$.` and is dotted from the root. Called whenever the configuration is read, so it is arithmetic."""
+        """What is wrong, or has no effect, in `run` (turnwise.config.schema.RunConfig, which no contract may import):
+        `path` is dotted from the options' own block on, or begins with `$.` and is dotted from the root. Called
+        whenever the configuration is read, so it is arithmetic."""
         ...

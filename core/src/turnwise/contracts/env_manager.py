@@ -1,4 +1,5 @@
-"""Environment managers: they play an episode between an environment and a model, and cut the trajectory into samples."""
+"""Environment managers: they play an episode between an environment and a model, and cut the trajectory into
+samples."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from turnwise.data.trajectory import Generation, Sample, Trajectory
 
 @frozen
 class Limits:
-    """Token and turn limits of an episode. A call may generate the smallest of `max_new_tokens`, `max_tokens_per_step` and the
-    room left; a prompt may hold `sequence_length − max_new_tokens` tokens where a manager renders each turn anew."""
+    """Token and turn limits of an episode. A call may generate the smallest of `max_new_tokens`, `max_tokens_per_step`
+    and the room left; a prompt may hold `sequence_length − max_new_tokens` tokens where a manager renders each turn
+    anew."""
 
     sequence_length: int
     max_new_tokens: int
@@ -39,15 +41,17 @@ class EpisodeEnvironment(Protocol):
         """Reset with the episode's seed and options."""
         ...
 
-    async def step(self, action: str, response: Response | None = None) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    async def step(
+        self, action: str, response: Response | None = None
+    ) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """One checked step. `response`: the whole response that holds the action, for environments that read it."""
         ...
 
 
 @frozen(eq=False)
 class Episode:
-    """One episode to play. `chat` is None when the backend takes messages. `samplers`: the further models of the tag, by the names under
-    `custom_envs.<tag>.samplers`; they take messages and are not trained."""
+    """One episode to play. `chat` is None when the backend takes messages. `samplers`: the further models of the tag,
+    by the names under `custom_envs.<tag>.samplers`; they take messages and are not trained."""
 
     environment: EpisodeEnvironment
     chat: Chat | None
@@ -76,8 +80,8 @@ class Sampler(Protocol):
         max_new_tokens: int,
         actions: tuple[str, ...] = (),
     ) -> Generation:
-        """Sample one response. `turn` numbers the calls of the episode, whichever model is asked: 0, 1, …, no number twice, for the request's
-        seed follows from it."""
+        """Sample one response. `turn` numbers the calls of the episode, whichever model is asked: 0, 1, …, no number
+        twice, for the request's seed follows from it."""
         ...
 
 
@@ -91,11 +95,12 @@ class ManagerContext:
 
 @frozen
 class ManagerCapabilities(Capabilities):
-    """`row_per_turn`: a trajectory gives up to one row for each call, and not one in all. `calls_per_step`: calls of the model to a step of the
-    environment. `roles`: of the trajectories that an episode gives, where it gives several. `joins_turns`: turns whose prompts continue each other
-    share a row all the same. `drift_option`: the boolean option with which it compares the tokens of its prompts with a rendering of their
-    messages: each turn then has the metric `drift` (1 where they differ) and, where they do, `extras["drift"]` with the texts `used` and
-    `rendered` from the first difference on; `turnwise check` tries it. Empty: it has none."""
+    """`row_per_turn`: a trajectory gives up to one row for each call, and not one in all. `calls_per_step`: calls of
+    the model to a step of the environment. `roles`: of the trajectories that an episode gives, where it gives several.
+    `joins_turns`: turns whose prompts continue each other share a row all the same. `drift_option`: the boolean option
+    with which it compares the tokens of its prompts with a rendering of their
+    messages: each turn then has the metric `drift` (1 where they differ) and, where they do, `extras["drift"]` with the
+    texts `used` and `rendered` from the first difference on; `turnwise check` tries it. Empty: it has none."""
 
     kind: ClassVar[str] = "env_manager"
     row_per_turn: bool = False
@@ -106,8 +111,8 @@ class ManagerCapabilities(Capabilities):
 
 
 class EnvManager(Protocol):
-    """Built as `Manager(config, context)`, once per tag; it holds no state between episodes. How it cuts rows it declares as
-    ManagerCapabilities."""
+    """Built as `Manager(config, context)`, once per tag; it holds no state between episodes. How it cuts rows it
+    declares as ManagerCapabilities."""
 
     async def run(self, episode: Episode, sampler: Sampler) -> Trajectory | list[Trajectory]:
         """Play the episode to its end. Several trajectories differ in their `role`."""

@@ -17,8 +17,8 @@ from turnwise.errors import EnvironmentFailure
 class Response:
     """What the model wrote, whole, in which the manager found the action: for rewards of form and length.
 
-    `text` (thinking and marks included), `finish` (`stop`, or `length` where it was cut), `tokens`: how many were sampled (None where the
-    backend does not report it)."""
+    `text` (thinking and marks included), `finish` (`stop`, or `length` where it was cut), `tokens`: how many were
+    sampled (None where the backend does not report it)."""
 
     text: str
     finish: str
@@ -32,21 +32,23 @@ class Response:
 
 @runtime_checkable
 class Environment(Protocol):
-    """Built with `env_config` as keyword arguments, one instance an episode at a time; `step` and `reset` may be coroutines.
+    """Built with `env_config` as keyword arguments, one instance an episode at a time; `step` and `reset` may be
+    coroutines.
 
-    Observations: a string; a list of chat messages (`{"role", "content"}`); or a list of content parts (`{"type": "text", "text"}`,
-    `{"type": "image", "image": uint8 H×W×3}`). `step` gets the model's text, or what the manager found in it to be the action
-    (the empty string when it found nothing: an invalid action). `info` may hold `state_key` (hashable or array: the state after this
-    call), `success` (bool), `metrics` (name → number), `actions` (the legal texts, for the random player) and, at reset, `tools` (JSON
-    schemas for the chat template) and `env_instruction` (what templates show as `{env_instruction}`). A data-set environment has the
-    attribute `num_tasks` and gets `options={"index": i}`.
-    A `step` that has the parameter `response` is given the whole `Response` under that name: `def step(self, action, response=None)`. It may
-    be None, from a manager that has none.
+    Observations: a string; a list of chat messages (`{"role", "content"}`); or a list of content parts (`{"type":
+    "text", "text"}`, `{"type": "image", "image": uint8 H×W×3}`). `step` gets the model's text, or what the manager
+    found in it to be the action (the empty string when it found nothing: an invalid action). `info` may hold
+    `state_key` (hashable or array: the state after this call), `success` (bool), `metrics` (name → number), `actions`
+    (the legal texts, for the random player) and, at reset, `tools` (JSON schemas for the chat template) and
+    `env_instruction` (what templates show as `{env_instruction}`). A data-set environment has the attribute `num_tasks`
+    and gets `options={"index": i}`. A `step` that has the parameter `response` is given the whole `Response` under that
+    name: `def step(self, action, response=None)`. It may be None, from a manager that has none.
     Optional: `render()` → uint8 H×W×3 array or a string, `close()`.
     """
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Start an episode. The same seed (0 ≤ seed < 2**32) gives the same episode for the same actions; global random state is not touched."""
+        """Start an episode. The same seed (0 ≤ seed < 2**32) gives the same episode for the same actions; global random
+        state is not touched."""
         ...
 
     def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -64,7 +66,11 @@ def takes_response(environment: Any) -> bool:
 def _takes_response(cls: Any) -> bool:
     try:
         return "response" in inspect.signature(cls.step).parameters
-    except (AttributeError, TypeError, ValueError):  # no step (reported when it is called), or one that has no signature
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+    ):  # no step (reported when it is called), or one that has no signature
         return False
 
 
@@ -86,14 +92,18 @@ def check_observation(value: Any, where: str) -> Any:
 def check_reset(result: Any, where: str) -> tuple[Any, dict[str, Any]]:
     """Check what `reset` returned: (observation, info)."""
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-        raise EnvironmentFailure(f"{where}.reset returned {result!r:.80}. Fix: return (observation, info), info a dict.")
+        raise EnvironmentFailure(
+            f"{where}.reset returned {result!r:.80}. Fix: return (observation, info), info a dict."
+        )
     return check_observation(result[0], f"{where}.reset"), result[1]
 
 
 def check_step(result: Any, where: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
     """Check what `step` returned: five values and a finite reward; the flags are taken as booleans."""
     if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
-        raise EnvironmentFailure(f"{where}.step returned {result!r:.80}. Fix: return (observation, reward, terminated, truncated, info).")
+        raise EnvironmentFailure(
+            f"{where}.step returned {result!r:.80}. Fix: return (observation, reward, terminated, truncated, info)."
+        )
     observation, reward, terminated, truncated, info = result
     try:
         # numpy scalars and tensors of one number are rewards too.

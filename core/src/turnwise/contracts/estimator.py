@@ -21,9 +21,10 @@ class EstimatorContext:
 
 @frozen
 class EstimatorCapabilities(Capabilities):
-    """What must be known before one is built. `needs`: token columns that must exist first (`values`: a critic runs). `compares_in_groups`:
-    True if a group of one leaves it no other trajectory to compare with; False if it has something to compare then, whatever the
-    `reward_normalization`; None if that decides."""
+    """What must be known before one is built. `needs`: token columns that must exist first (`values`: a critic runs).
+    `compares_in_groups`:
+    True if a group of one leaves it no other trajectory to compare with; False if it has something to compare then,
+    whatever the `reward_normalization`; None if that decides."""
 
     kind: ClassVar[str] = "advantage_estimator"
     needs: frozenset[str] = frozenset()
@@ -33,9 +34,10 @@ class EstimatorCapabilities(Capabilities):
 class AdvantageEstimator(Protocol):
     """Built as `Estimator(config, context)`; what must be known before it declares as EstimatorCapabilities.
 
-    `token_rewards`: True if it recurses over `token_level_rewards` (a KL penalty in the reward is then subtracted there; else it is
-    subtracted from the advantages, discounted). `whiten`: the default of `whiten_advantages`. `normalization`: the settled settings by
-    which it normalises scores, for the metric `critic/reward/mean` and its healthy range; None: it normalises none.
+    `token_rewards`: True if it recurses over `token_level_rewards` (a KL penalty in the reward is then subtracted
+    there; else it is subtracted from the advantages, discounted). `whiten`: the default of `whiten_advantages`.
+    `normalization`: the settled settings by which it normalises scores, for the metric `critic/reward/mean` and its
+    healthy range; None: it normalises none.
     """
 
     token_rewards: bool

@@ -22,7 +22,8 @@ DeviceMemory = Literal["weights", "cache"]
 
 @frozen
 class GeneratingArgs:
-    """How to sample. `temperature` 0 is greedy. `top_p` 1 and `top_k` 0 switch truncation off. `stop_strings` end a response too."""
+    """How to sample. `temperature` 0 is greedy. `top_p` 1 and `top_k` 0 switch truncation off. `stop_strings` end a
+    response too."""
 
     max_new_tokens: int = field(default=128, metadata={RANGE: POSITIVE})
     temperature: float = field(default=1.0, metadata={RANGE: NOT_NEGATIVE})
@@ -36,9 +37,11 @@ class GeneratingArgs:
 class Request:
     """One response to sample.
 
-    `ids` int32 (backends of `input: ids`) or `messages` (of `input: messages`). `seed`: equal seeds, weights and ids give equal tokens.
-    `order`: (evaluation, group, member, attempt, turn), the order in which a batching backend arranges its rows. `actions`: the legal
-    texts that the environment reported, for players. `tag` and `observation` are for a human reader.
+    `ids` int32 (backends of `input: ids`) or `messages` (of `input: messages`). `seed`: equal seeds, weights and ids
+    give equal tokens.
+    `order`: (evaluation, group, member, attempt, turn), the order in which a batching backend arranges its rows.
+    `actions`: the legal texts that the environment reported, for players. `tag` and `observation` are for a human
+    reader.
     """
 
     seed: int
@@ -55,11 +58,14 @@ class Request:
 
 @frozen
 class InferenceContext:
-    """What a backend is built with: the prepared model folder and its chat (None for players that need no model), the seed,
-    `dtype` (bf16 | fp16 | fp32), `attn_implementation`, the devices, the largest sequence, and how long a weight update may take.
+    """What a backend is built with: the prepared model folder and its chat (None for players that need no model), the
+    seed, `dtype` (bf16 | fp16 | fp32), `attn_implementation`, the devices, the largest sequence, and how long a weight
+    update may take.
 
-    `lora`: the adapters that every weight update will bring alone (`Offer.adapter`), over the weights of `model`; None: whole weights come.
-    `updates`: whether weights will be sent at all; False (evaluation, episodes to look at): those of `model` have to serve.
+    `lora`: the adapters that every weight update will bring alone (`Offer.adapter`), over the weights of `model`; None:
+    whole weights come.
+    `updates`: whether weights will be sent at all; False (evaluation, episodes to look at): those of `model` have to
+    serve.
     `trust_remote_code`: whether Python code in the model's folder may run."""
 
     model: Path | None
@@ -79,7 +85,9 @@ class InferenceContext:
         """Whether `named`, a folder of this machine or a hub id with which a server was started, is `model`."""
         if self.model is None:
             return False
-        fetched = {f"models--{named.replace('/', '--')}"} & {part.name for part in self.model.parents}  # the hub's cache keeps a model so
+        fetched = {f"models--{named.replace('/', '--')}"} & {
+            part.name for part in self.model.parents
+        }  # the hub's cache keeps a model so
         return bool(fetched) or Path(named).expanduser().resolve() == self.model.resolve()
 
     @property
@@ -90,13 +98,14 @@ class InferenceContext:
 
 @frozen
 class BackendCapabilities(Capabilities):
-    """`adapters`: it takes offers of adapters alone. `cannot_sleep`: why `sleep` will be refused on GPUs, and the fix ("": it will not be).
+    """`adapters`: it takes offers of adapters alone. `cannot_sleep`: why `sleep` will be refused on GPUs, and the fix
+    ("": it will not be).
     `attached`: it uses an engine that runs already, and so no device that the runtime would give to the role.
 
-    Arithmetic of its options: `devices_per_engine`: devices of one engine, where its sizes decide that. `data_parallel_size(devices)`: how
-    many copies of the model they hold (ValueError with the sizes that do not divide them). `memory(facts)`: bytes on one device of
-    `weights`, `kv_cache` and `activations`; `facts` has `parameters`, `dtype` and `device_bytes`. Without it: the weights, and a full
-    cache of all episodes that play at once."""
+    Arithmetic of its options: `devices_per_engine`: devices of one engine, where its sizes decide that.
+    `data_parallel_size(devices)`: how many copies of the model they hold (ValueError with the sizes that do not divide
+    them). `memory(facts)`: bytes on one device of `weights`, `kv_cache` and `activations`; `facts` has `parameters`,
+    `dtype` and `device_bytes`. Without it: the weights, and a full cache of all episodes that play at once."""
 
     kind: ClassVar[str] = "inference_backend"
     adapters: bool = False
@@ -108,7 +117,8 @@ class BackendCapabilities(Capabilities):
 
 
 class InferenceBackend(Protocol):
-    """Built as `Backend(config, context)`; all methods but `live`, `receivers` and the static ones are coroutines of the driver's event loop.
+    """Built as `Backend(config, context)`; all methods but `live`, `receivers` and the static ones are coroutines of
+    the driver's event loop.
 
     What it can do beyond that it declares as BackendCapabilities.
     """
@@ -118,12 +128,14 @@ class InferenceBackend(Protocol):
 
     @staticmethod
     def transports(config: Any, context: InferenceContext) -> tuple[str, ...]:
-        """By which transports it takes weights when it is built so, best first; () for a player. Asked before anything is built, too."""
+        """By which transports it takes weights when it is built so, best first; () for a player. Asked before anything
+        is built, too."""
         ...
 
     @staticmethod
     def check(config: Any, context: InferenceContext) -> list[Problem]:
-        """What is wrong, as far as that can be known before anything is built: `context.model` is the empty path then."""
+        """What is wrong, as far as that can be known before anything is built: `context.model` is the empty path
+        then."""
         ...
 
     async def generate(self, request: Request) -> Generation:
@@ -131,7 +143,8 @@ class InferenceBackend(Protocol):
         ...
 
     def live(self, episodes: int) -> None:
-        """How many episodes are running, reported at every change: a batching backend may wait until all of them wait for it."""
+        """How many episodes are running, reported at every change: a batching backend may wait until all of them wait
+        for it."""
         ...
 
     def receivers(self, transport: str) -> int:
@@ -143,7 +156,8 @@ class InferenceBackend(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Stop sampling between two tokens; requests are kept. Weights may be offered next, so an engine that is not up is started."""
+        """Stop sampling between two tokens; requests are kept. Weights may be offered next, so an engine that is not up
+        is started."""
         ...
 
     async def resume(self) -> None:
@@ -159,8 +173,9 @@ class InferenceBackend(Protocol):
         ...
 
     async def wake(self, what: DeviceMemory) -> None:
-        """Undo `sleep` for one part. `weights` come first, so that an update can fill them while the trainer is on the device; `cache` when the
-        trainer has left, and only then is there anything to sample with. A part that is awake stays so."""
+        """Undo `sleep` for one part. `weights` come first, so that an update can fill them while the trainer is on the
+        device; `cache` when the trainer has left, and only then is there anything to sample with. A part that is awake
+        stays so."""
         ...
 
     async def close(self) -> None:
@@ -169,8 +184,8 @@ class InferenceBackend(Protocol):
 
 
 def checked_ids(request: Request, backend: str, vocabulary: int, longest: int, limit: str = "") -> np.ndarray:
-    """The request's ids, int32 [n], 0 < n < `longest`. Raises EngineError for what no engine may see: no ids, ids outside the `vocabulary`, no room
-    for a response, sampling outside the allowed ranges.
+    """The request's ids, int32 [n], 0 < n < `longest`. Raises EngineError for what no engine may see: no ids, ids
+    outside the `vocabulary`, no room for a response, sampling outside the allowed ranges.
 
     `backend`: its name; `limit`: what sets `longest`, as the message names it (default: sequence_length)."""
     args, where = request.args, f" (request of {request.tag})" if request.tag else ""
@@ -180,11 +195,13 @@ def checked_ids(request: Request, backend: str, vocabulary: int, longest: int, l
     # At `longest` there would be no room for a single sampled token.
     if len(ids) >= longest:
         raise EngineError(
-            f"a prompt of {len(ids)} tokens leaves no room for a response within {limit or f'sequence_length {longest}'}{where}. "
-            "Fix: raise sequence_length, or shorten the history"
+            f"a prompt of {len(ids)} tokens leaves no room for a response within"
+            f" {limit or f'sequence_length {longest}'}{where}. Fix: raise sequence_length, or shorten the history"
         )
     if outside := ids[(ids < 0) | (ids >= vocabulary)].tolist():
         raise EngineError(f"token id {outside[0]} is outside the model's vocabulary of {vocabulary}{where}")
     if request.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0:
-        raise EngineError(f"cannot sample {request.max_new_tokens} tokens with {args}{where}: outside the allowed ranges")
+        raise EngineError(
+            f"cannot sample {request.max_new_tokens} tokens with {args}{where}: outside the allowed ranges"
+        )
     return ids

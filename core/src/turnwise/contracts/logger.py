@@ -1,4 +1,5 @@
-"""Loggers: scalars, trajectories and artifacts. A failing logger is reported once and switched off; it never stops a run."""
+"""Loggers: scalars, trajectories and artifacts. A failing logger is reported once and switched off; it never stops a
+run."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from turnwise.data.trajectory import Trajectory
 
 @frozen
 class LoggerContext:
-    """`folder`: the run's output folder. `exp_name`. `max_steps`: for progress. `config`: the resolved configuration as plain data."""
+    """`folder`: the run's output folder. `exp_name`. `max_steps`: for progress. `config`: the resolved configuration as
+    plain data."""
 
     folder: Path
     exp_name: str = "run"

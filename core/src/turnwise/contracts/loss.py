@@ -21,11 +21,13 @@ class LossContext:
 class LossView:
     """Flat tensors [R] over the response tokens of whole samples.
 
-    `log_probs` (new, with gradient), `old_log_probs`, `advantages`, `coef`; `infer_log_probs`, `ref_log_probs`, `entropy` where they
-    exist, else None; `sample`, `turn`, `trajectory` int64; every further column of the batch in `extras`, among them what the pipeline
-    computes over whole trajectories: `scores` and `trajectory_advantages` (the mean advantage of the token's trajectory). `log_ratio` is
-    log_probs − old_log_probs clamped to ±20, at the level that `ratio_type` chose: the losses of the PPO family use it alone.
-    The tokens of one (trajectory, turn) are a segment; they stand together in one view.
+    `log_probs` (new, with gradient), `old_log_probs`, `advantages`, `coef`; `infer_log_probs`, `ref_log_probs`,
+    `entropy` where they exist, else None; `sample`, `turn`, `trajectory` int64; every further column of the batch in
+    `extras`, among them what the pipeline
+    computes over whole trajectories: `scores` and `trajectory_advantages` (the mean advantage of the token's
+    trajectory). `log_ratio` is log_probs − old_log_probs clamped to ±20, at the level that `ratio_type` chose: the
+    losses of the PPO family use it alone. The tokens of one (trajectory, turn) are a segment; they stand together in
+    one view.
     """
 
     log_probs: Any
@@ -44,9 +46,10 @@ class LossView:
 
 @frozen
 class LossCapabilities(Capabilities):
-    """`uses_ratio`: old log-probs matter; False: more than one update a step is a warning. `own_ratio`: it does not use the ratio that
-    `ratio_type` chooses. `needs_infer_log_probs`: refused without the sampler's log-probs, and beside a correction's weight, for which it
-    stands itself. `clips`: its metric `clip_frac` is that of a clipped surrogate, which has a healthy range.
+    """`uses_ratio`: old log-probs matter; False: more than one update a step is a warning. `own_ratio`: it does not use
+    the ratio that `ratio_type` chooses. `needs_infer_log_probs`: refused without the sampler's log-probs, and beside a
+    correction's weight, for which it stands itself. `clips`: its metric `clip_frac` is that of a clipped surrogate,
+    which has a healthy range.
 
     A loss that imports torch declares them on its config class: a configuration is read without it."""
 

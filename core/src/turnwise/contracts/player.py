@@ -1,4 +1,5 @@
-"""What an inference backend without a model needs of its contract: players choose actions, and have neither tokens nor weights."""
+"""What an inference backend without a model needs of its contract: players choose actions, and have neither tokens nor
+weights."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from turnwise.errors import EngineError, Problem
 
 
 class Player:
-    """A base class for players: only `generate` is left to write. Evaluation and `turnwise rollout` work with them, training does not."""
+    """A base class for players: only `generate` is left to write. Evaluation and `turnwise rollout` work with them,
+    training does not."""
 
     input: Literal["ids", "messages"] = "messages"
 
@@ -35,7 +37,8 @@ class Player:
     async def receive(self, offer: Offer) -> int:
         """Raises EngineError: a player has no weights."""
         raise EngineError(
-            f"{type(self).__name__} has no weights, so it cannot receive version {offer.version}. Fix: train with a model as actor_infer"
+            f"{type(self).__name__} has no weights, so it cannot receive version {offer.version}. Fix: train with a"
+            " model as actor_infer"
         )
 
     async def pause(self) -> None:

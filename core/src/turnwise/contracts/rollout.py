@@ -1,4 +1,5 @@
-"""Rollouts as data (tags to play, settings, one attempt at an episode, a batch of trajectories), and the executor that plays them."""
+"""Rollouts as data (tags to play, settings, one attempt at an episode, a batch of trajectories), and the executor that
+plays them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Frame = np.ndarray | str
 def _failure_rate(_: object, __: Attribute[float], value: float) -> None:
     if not 0 <= value < 1:
         raise ConfigError(
-            f"max_env_failure_rate is {value}. Fix: choose at least 0 and less than 1 (at 1 a broken environment would be tried for ever)."
+            f"max_env_failure_rate is {value}. Fix: choose at least 0 and less than 1 (at 1 a broken environment would"
+            " be tried for ever)."
         )
 
 
@@ -30,9 +32,10 @@ def _failure_rate(_: object, __: Attribute[float], value: float) -> None:
 class TagPlan:
     """One tag to play: `groups` groups of `group_size` episodes a step.
 
-    `build` makes one environment (picklable for `step: process`). `step`: where its calls run. `max_concurrent_steps`: how many `reset`
-    and `step` calls of the tag may run at once (None: all). `num_tasks`: the rows of a data-set environment, which is reset with
-    `options={"index": i}`; None for every other. `manager_builder`: makes the manager again in another process, by name.
+    `build` makes one environment (picklable for `step: process`). `step`: where its calls run. `max_concurrent_steps`:
+    how many `reset` and `step` calls of the tag may run at once (None: all). `num_tasks`: the rows of a data-set
+    environment, which is reset with `options={"index": i}`; None for every other. `manager_builder`: makes the manager
+    again in another process, by name.
     `samplers`: make the further models of its episodes, players that take messages (Episode.samplers).
     """
 
@@ -51,12 +54,14 @@ class TagPlan:
 
 @frozen
 class RolloutSettings:
-    """`seed`: the run's seed (`val_seed` for evaluation). Timeouts in seconds. `max_env_retries`: further attempts of a failed episode.
-    `max_env_failure_rate`: failed attempts per episode of a batch past which the run stops, 0 ≤ rate < 1 (else ConfigError).
-    `max_concurrent`: episodes alive at once in one worker, of which an executor has one or more (None: all). `evaluation`: fixed tasks, nothing
-    replaced, no training samples.
-    `async_generation_ratio`: how many steps ahead of the weights groups may start; 0 is synchronous. `max_steps`: the steps of
-    the run, past which no group is started (None: no end)."""
+    """`seed`: the run's seed (`val_seed` for evaluation). Timeouts in seconds. `max_env_retries`: further attempts of a
+    failed episode.
+    `max_env_failure_rate`: failed attempts per episode of a batch past which the run stops, 0 ≤ rate < 1 (else
+    ConfigError).
+    `max_concurrent`: episodes alive at once in one worker, of which an executor has one or more (None: all).
+    `evaluation`: fixed tasks, nothing replaced, no training samples.
+    `async_generation_ratio`: how many steps ahead of the weights groups may start; 0 is synchronous. `max_steps`: the
+    steps of the run, past which no group is started (None: no end)."""
 
     seed: int
     step_timeout: float = 60.0
@@ -75,10 +80,11 @@ class RolloutSettings:
 class RolloutResult:
     """One batch of episodes, in (group, member) order.
 
-    `samples[i]`: the training rows of `trajectories[i]` (empty in evaluation). `counts`: `episodes`, `turns`, `sampled_tokens` of these
-    trajectories; `planned_episodes`, `attempts`, `env_failures` (failed attempts, timeouts among them), `env_timeouts`, `retries`,
-    `dropped_members`, `replaced_groups`, `discarded_episodes` (whole ones of replaced groups). `frames`: (tag, group, member) → what
-    `render()` returned after `reset` and after each step. `failures`: one line for each failed attempt, with its cause.
+    `samples[i]`: the training rows of `trajectories[i]` (empty in evaluation). `counts`: `episodes`, `turns`,
+    `sampled_tokens` of these trajectories; `planned_episodes`, `attempts`, `env_failures` (failed attempts, timeouts
+    among them), `env_timeouts`, `retries`, `dropped_members`, `replaced_groups`, `discarded_episodes` (whole ones of
+    replaced groups). `frames`: (tag, group, member) → what `render()` returned after `reset` and after each step.
+    `failures`: one line for each failed attempt, with its cause.
     """
 
     trajectories: list[Trajectory]
@@ -90,7 +96,8 @@ class RolloutResult:
 
 @frozen(eq=False)
 class EpisodeSpec:
-    """One attempt at one episode, as plain data: everything that its seeds follow from. `rendered`: its frames are wanted."""
+    """One attempt at one episode, as plain data: everything that its seeds follow from. `rendered`: its frames are
+    wanted."""
 
     tag: str
     group: int
@@ -103,8 +110,8 @@ class EpisodeSpec:
 
 @frozen(eq=False)
 class Played:
-    """A finished episode: its trajectories, one for each role, the training samples of each (none in evaluation), and frames (None if they
-    were not wanted)."""
+    """A finished episode: its trajectories, one for each role, the training samples of each (none in evaluation), and
+    frames (None if they were not wanted)."""
 
     trajectories: list[Trajectory]
     samples: list[list[Sample]]
@@ -116,8 +123,8 @@ class EnvironmentTimeout(EnvironmentFailure):
 
 
 class WorkerLost(EnvironmentFailure):
-    """The worker that played an episode is gone. `counts`: whether this is the one episode by which the loss is counted as a failure of an
-    environment; the others that the worker played are retried without being counted."""
+    """The worker that played an episode is gone. `counts`: whether this is the one episode by which the loss is counted
+    as a failure of an environment; the others that the worker played are retried without being counted."""
 
     def __init__(self, text: str, counts: bool = True) -> None:
         super().__init__(text)
@@ -133,8 +140,9 @@ class Executor(Protocol):
     async def play(self, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]) -> Played:
         """Play one attempt to its end.
 
-        Raises EnvironmentFailure where the environment failed (the episode may be tried again), any other TurnwiseError where the batch
-        cannot go on. `stop` is called with an EngineError when the backend does not answer in time, while the attempt still hangs."""
+        Raises EnvironmentFailure where the environment failed (the episode may be tried again), any other TurnwiseError
+        where the batch cannot go on. `stop` is called with an EngineError when the backend does not answer in time,
+        while the attempt still hangs."""
         ...
 
     async def abort(self) -> None:

@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 @frozen
 class RuntimeContext:
-    """`timeout`: seconds that a call to a role may take before the run ends with its name. `plugins` and `base` (the folder of the YAML):
+    """`timeout`: seconds that a call to a role may take before the run ends with its name. `plugins` and `base` (the
+    folder of the YAML):
     what every further process declares before it builds anything by name."""
 
     timeout: float = 3600.0
@@ -35,9 +36,9 @@ class RuntimeContext:
 
 @frozen
 class RolePlan(Generic[ContextT]):
-    """One role to place: its name (`actor_train`, `actor_infer`, `reference`, `critic`), the name of its implementation, its structured
-    config and context, its devices, and the environment variables of its processes (`system_envs`), set before it is built. Every process
-    builds it by name."""
+    """One role to place: its name (`actor_train`, `actor_infer`, `reference`, `critic`), the name of its
+    implementation, its structured config and context, its devices, and the environment variables of its processes
+    (`system_envs`), set before it is built. Every process builds it by name."""
 
     role: str
     implementation: str
@@ -58,8 +59,9 @@ class ServePlan(RolePlan[InferenceContext]):
 
 
 class TrainRole(Protocol):
-    """A placed training strategy: every method of turnwise.contracts.train.TrainStrategy, awaitable. What the strategy raises is raised
-    here; a call that does not end within `RuntimeContext.timeout` raises TrainerError with the role's name. Calls run one after the other."""
+    """A placed training strategy: every method of turnwise.contracts.train.TrainStrategy, awaitable. What the strategy
+    raises is raised here; a call that does not end within `RuntimeContext.timeout` raises TrainerError with the role's
+    name. Calls run one after the other."""
 
     async def logprobs(self, rows: Rows) -> np.ndarray:
         """float32 [R]: log-prob of every sampled token."""
@@ -106,8 +108,8 @@ class TrainRole(Protocol):
         ...
 
     async def watch(self) -> None:
-        """Awaited while the pipeline waits for something else: ends only with the error that a process of the role is gone; of a role that
-        cannot go alone, never."""
+        """Awaited while the pipeline waits for something else: ends only with the error that a process of the role is
+        gone; of a role that cannot go alone, never."""
         ...
 
     async def close(self) -> None:
@@ -117,10 +119,11 @@ class TrainRole(Protocol):
 
 @frozen
 class RuntimeCapabilities(Capabilities):
-    """`one_process`: all roles live in the driver's process (only then the weight transport `shared` works). `gpus`: `device_mapping` numbers
-    GPUs; False: processes without one. `counts_devices`: they are GPUs of this machine; False: its GPUs say nothing of them.
-    `least_devices`: GPUs that a role without `device_mapping` gets; with `one_process` it is the one there is, if any. Which ones they are
-    turnwise.planning.placement decides, and they come as the plan's `devices`.
+    """`one_process`: all roles live in the driver's process (only then the weight transport `shared` works). `gpus`:
+    `device_mapping` numbers GPUs; False: processes without one. `counts_devices`: they are GPUs of this machine; False:
+    its GPUs say nothing of them.
+    `least_devices`: GPUs that a role without `device_mapping` gets; with `one_process` it is the one there is, if any.
+    Which ones they are turnwise.planning.placement decides, and they come as the plan's `devices`.
 
     A runtime that may not be installed where a run is planned declares them on its config class."""
 
@@ -142,7 +145,9 @@ class Runtime(Protocol):
         """Build the sampling role."""
         ...
 
-    def executor(self, plans: Sequence[TagPlan], settings: RolloutSettings, chat: Chat | None, backend: InferenceBackend) -> Executor | None:
+    def executor(
+        self, plans: Sequence[TagPlan], settings: RolloutSettings, chat: Chat | None, backend: InferenceBackend
+    ) -> Executor | None:
         """Workers in which these episodes are played; None: they are played on the driver's event loop."""
         ...
 
@@ -152,7 +157,8 @@ class Runtime(Protocol):
 
 
 class StrategyRole(ABC):
-    """The TrainRole of a strategy in this process. A runtime says in `run` where the strategy's methods work: on a thread of their own, or here."""
+    """The TrainRole of a strategy in this process. A runtime says in `run` where the strategy's methods work: on a
+    thread of their own, or here."""
 
     @abstractmethod
     async def run(self, method: str, work: Callable[[TrainStrategy], T]) -> T:

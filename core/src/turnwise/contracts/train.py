@@ -1,5 +1,5 @@
-"""Training strategies: log-probs, values, one optimizer update at a time, weights on offer, checkpoints. Blocking; a runtime makes
-them asynchronous (turnwise.contracts.runtime.TrainRole)."""
+"""Training strategies: log-probs, values, one optimizer update at a time, weights on offer, checkpoints. Blocking; a
+runtime makes them asynchronous (turnwise.contracts.runtime.TrainRole)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from turnwise.errors import Problem
 class Offer:
     """Weights for a backend: which version, by which transport, and where to read them (`payload`, picklable).
 
-    `adapter` None: the whole model, adapters merged. Else the low-rank adapters alone, for a backend that has the model they were made for:
-    PEFT's configuration of them (as adapter_config.json holds it), and the tensors come under the names of PEFT's adapter files."""
+    `adapter` None: the whole model, adapters merged. Else the low-rank adapters alone, for a backend that has the model
+    they were made for:
+    PEFT's configuration of them (as adapter_config.json holds it), and the tensors come under the names of PEFT's
+    adapter files."""
 
     transport: str
     version: int
@@ -30,8 +32,8 @@ class Offer:
 
 @frozen
 class Ranks:
-    """The place of one process among those of its role: `rank` of `size`, `local_rank` on its host, and `address` ("host:port") where the
-    processes meet. The runtime fills it in; one process needs no group."""
+    """The place of one process among those of its role: `rank` of `size`, `local_rank` on its host, and `address`
+    ("host:port") where the processes meet. The runtime fills it in; one process needs no group."""
 
     rank: int = 0
     size: int = 1
@@ -41,7 +43,8 @@ class Ranks:
 
 @frozen
 class Lora:
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) in place of full training; `target`: module names, None: PEFT's choice.
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) in place of full training; `target`: module names, None:
+    PEFT's choice.
 
     `sync`: whether a backend gets them merged into the model's weights, or alone."""
 
@@ -61,7 +64,8 @@ class LossChoice:
 
 @frozen
 class Objective:
-    """The fixed part of what is minimised: the policy loss, the KL estimator of the loss term, the ratio's level, value clipping.
+    """The fixed part of what is minimised: the policy loss, the KL estimator of the loss term, the ratio's level, value
+    clipping.
 
     `entropy`: whether an entropy is needed at all (a positive coefficient at any step, or for the metric)."""
 
@@ -74,13 +78,14 @@ class Objective:
 
 @frozen
 class TrainContext:
-    """What a strategy is built with. `trainable` False: a frozen reference without an optimizer. `temperature`: that of sampling;
-    all log-probs are of log_softmax(logits / temperature). Rates come with each update; the optimizer's other settings are here.
-    With `use_sequence_packing` both token budgets are given, and several samples stand in one row.
+    """What a strategy is built with. `trainable` False: a frozen reference without an optimizer. `temperature`: that of
+    sampling; all log-probs are of log_softmax(logits / temperature). Rates come with each update; the optimizer's other
+    settings are here. With `use_sequence_packing` both token budgets are given, and several samples stand in one row.
 
-    `devices`: those of this process alone, `ranks` its place among the processes of the role. `lora`: train adapters only; parameters whose
-    names begin with one of `frozen` are not trained. Weights leave for the backend in buckets of `bucket_bytes`; every wait for the
-    other side ends after `weight_sync_timeout` seconds, and every wait of the role's processes for each other after `runtime_timeout`.
+    `devices`: those of this process alone, `ranks` its place among the processes of the role. `lora`: train adapters
+    only; parameters whose names begin with one of `frozen` are not trained. Weights leave for the backend in buckets of
+    `bucket_bytes`; every wait for the other side ends after `weight_sync_timeout` seconds, and every wait of the role's
+    processes for each other after `runtime_timeout`.
     `trust_remote_code`: whether Python code in the model's folder may run."""
 
     model: Path
@@ -114,10 +119,10 @@ class TrainContext:
 class StrategyCapabilities(Capabilities):
     """`adapters`: it offers adapters alone where `context.lora.sync` asks; then every offer but one by `shared` does.
 
-    Arithmetic of its options for `turnwise plan`: `data_parallel_size(devices)`: how many of them see different rows (ValueError with the
-    sizes that do not divide them; without it, one). `memory(facts)`: bytes on one device of `weights`, `gradients` and `optimizer`, and
-    `activations` or `cpu` where it knows them; `facts` has `parameters`, `dtype`, `trainable`, `world`, `activations` (recomputed in the
-    backward pass) and `activations_kept`."""
+    Arithmetic of its options for `turnwise plan`: `data_parallel_size(devices)`: how many of them see different rows
+    (ValueError with the sizes that do not divide them; without it, one). `memory(facts)`: bytes on one device of
+    `weights`, `gradients` and `optimizer`, and `activations` or `cpu` where it knows them; `facts` has `parameters`,
+    `dtype`, `trainable`, `world`, `activations` (recomputed in the backward pass) and `activations_kept`."""
 
     kind: ClassVar[str] = "train_strategy"
     adapters: bool = False
@@ -128,14 +133,15 @@ class StrategyCapabilities(Capabilities):
 class TrainStrategy(Protocol):
     """Built as `Strategy(config, context)`: actor, critic and reference are the same kind.
 
-    It cuts micro-batches (never through a sample), and steps once per `update`. It knows nothing of epochs, schedules, aggregation or
+    It cuts micro-batches (never through a sample), and steps once per `update`. It knows nothing of epochs, schedules,
+    aggregation or
     denominators: the objective is Σ coef·loss.
 
-    With several processes (`context.ranks.size` > 1) each is one strategy; the runtime calls every method on all of them at once. Rows are
-    dealt to the data parallel ranks by turnwise.data.dealing: each process gets its own share, which may be empty, and those of one data
-    parallel rank get the same. `logprobs` and `values` answer for the rows given, `UpdateResult.loss` and `sums` for the rows given,
-    `grad_norm` for all. Only rank 0 writes an offer's weights and an export; all take part in gathering them. `save` writes each process's
-    own part into the one folder.
+    With several processes (`context.ranks.size` > 1) each is one strategy; the runtime calls every method on all of
+    them at once. Rows are dealt to the data parallel ranks by turnwise.data.dealing: each process gets its own share,
+    which may be empty, and those of one data parallel rank get the same. `logprobs` and `values` answer for the rows
+    given, `UpdateResult.loss` and `sums` for the rows given, `grad_norm` for all. Only rank 0 writes an offer's weights
+    and an export; all take part in gathering them. `save` writes each process's own part into the one folder.
 
     What it can do beyond that it declares as StrategyCapabilities.
     """
@@ -147,8 +153,8 @@ class TrainStrategy(Protocol):
 
     @staticmethod
     def check(config: Any, context: TrainContext) -> list[Problem]:
-        """What is wrong, as far as that can be known before anything is built: `context.model` is the empty path then, `context.devices` all
-        devices of the role."""
+        """What is wrong, as far as that can be known before anything is built: `context.model` is the empty path then,
+        `context.devices` all devices of the role."""
         ...
 
     data_parallel: tuple[int, int]
@@ -159,7 +165,8 @@ class TrainStrategy(Protocol):
         ...
 
     def base_logprobs(self, rows: Rows) -> np.ndarray:
-        """float32 [R]: as `logprobs`, with the adapters off; asked for only with `context.lora`, where the actor is its own reference."""
+        """float32 [R]: as `logprobs`, with the adapters off; asked for only with `context.lora`, where the actor is its
+        own reference."""
         ...
 
     def values(self, rows: Rows) -> np.ndarray:
@@ -167,8 +174,8 @@ class TrainStrategy(Protocol):
         ...
 
     def update(self, update: Update) -> UpdateResult:
-        """One optimizer step; none on any rank where the loss or the gradient is not finite on one of them, which the result says (`skipped`).
-        Raises TrainerError (out of memory, a lost rank)."""
+        """One optimizer step; none on any rank where the loss or the gradient is not finite on one of them, which the
+        result says (`skipped`). Raises TrainerError (out of memory, a lost rank)."""
         ...
 
     def offer(self, transport: str, version: int, receivers: int = 1) -> Offer:

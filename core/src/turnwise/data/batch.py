@@ -44,16 +44,17 @@ class Table(Mapping[str, np.ndarray]):
 class Batch:
     """One pipeline step's data.
 
-    trajectories [N]: `group` int64 (the serial number), `traj_group_id` int64 (the members that are compared: of one group and one role;
-    where no trajectory has a role it is the group), `role` (object), `member`, `tag` int64 (index into `tags`), `scores` float64, `stop_reason`
-    (object), `success` float64 (NaN: unknown), `turns` int64, `seed`.
+    trajectories [N]: `group` int64 (the serial number), `traj_group_id` int64 (the members that are compared: of one
+    group and one role; where no trajectory has a role it is the group), `role` (object), `member`, `tag` int64 (index
+    into `tags`), `scores` float64, `stop_reason` (object), `success` float64 (NaN: unknown), `turns` int64, `seed`.
     turns [K]: `trajectory` int64, `turn` int64 (index in its trajectory), `reward` float64, `anchor` object.
     samples [S]: `trajectory` int64, `start` int64, `length` int64, `prompt_length` int64.
-    tokens [T]: `input_ids` int32, `response_mask` bool, `sample` int64, `trajectory` int64, `turn` int64 (row of the turn table, −1 if not
-    sampled), `infer_log_probs` float32 (NaN where unknown), `versions` int32, `token_level_rewards` float64; later `old_log_probs`,
-    `ref_log_probs`, `values`, `advantages`, `returns`.
-    A turn's reward sits on its last sampled token; a turn without one gives it to the last sampled token before, else to the first after.
-    Managers and estimators may add columns to any table; what nobody knows travels untouched and reaches the loss by name.
+    tokens [T]: `input_ids` int32, `response_mask` bool, `sample` int64, `trajectory` int64, `turn` int64 (row of the
+    turn table, −1 if not sampled), `infer_log_probs` float32 (NaN where unknown), `versions` int32,
+    `token_level_rewards` float64; later `old_log_probs`, `ref_log_probs`, `values`, `advantages`, `returns`.
+    A turn's reward sits on its last sampled token; a turn without one gives it to the last sampled token before, else
+    to the first after. Managers and estimators may add columns to any table; what nobody knows travels untouched and
+    reaches the loss by name.
     """
 
     trajectories: Table
@@ -81,8 +82,8 @@ class Batch:
 
 
 def build_batch(trajectories: Sequence[Trajectory], samples: Sequence[Sequence[Sample]]) -> Batch:
-    """The batch of `trajectories` and, for each, its samples; trajectories are put in (group, member) order, those of one episode stay as
-    they are."""
+    """The batch of `trajectories` and, for each, its samples; trajectories are put in (group, member) order, those of
+    one episode stay as they are."""
     order = sorted(range(len(trajectories)), key=lambda i: (trajectories[i].group, trajectories[i].member))
     played = [trajectories[i] for i in order]
     cut = [list(samples[i]) for i in order]
@@ -124,7 +125,8 @@ def build_batch(trajectories: Sequence[Trajectory], samples: Sequence[Sequence[S
 
 
 def _compared(played: Sequence[Trajectory]) -> np.ndarray:
-    """int64 [N]: the group's serial number, or where trajectories have roles a number for each (group, role), in order of appearance."""
+    """int64 [N]: the group's serial number, or where trajectories have roles a number for each (group, role), in order
+    of appearance."""
     if not any(t.role for t in played):
         return np.array([t.group for t in played], np.int64)
     numbers: dict[tuple[int, str], int] = {}
@@ -171,7 +173,9 @@ def _token_tables(rows: Sequence[tuple[int, Sample]], first_turn: np.ndarray) ->
     }
     extra = _extra_columns(rows, lengths)
     if taken := sorted(extra.keys() & {*columns, "token_level_rewards"}):
-        raise ValueError(f"a sample's columns may not be named {', '.join(taken)}: the token table has columns of these names")
+        raise ValueError(
+            f"a sample's columns may not be named {', '.join(taken)}: the token table has columns of these names"
+        )
     columns |= extra
     starts = np.cumsum(lengths) - lengths
     table = Table(
@@ -193,12 +197,16 @@ def _logprobs(sample: Sample) -> np.ndarray:
 
 
 def _extra_columns(rows: Sequence[tuple[int, Sample]], lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """Columns that only some samples carry are filled with −1 (integers), NaN (floats), False or 0 (bool, unsigned) in the others."""
+    """Columns that only some samples carry are filled with −1 (integers), NaN (floats), False or 0 (bool, unsigned) in
+    the others."""
     known = {name: column for _, sample in rows for name, column in sample.columns.items()}
     out = {}
     for name, example in known.items():
         fill = {"i": -1, "b": False, "u": 0}.get(example.dtype.kind, np.nan)
-        parts = [sample.columns.get(name, np.full((int(n), *example.shape[1:]), fill, example.dtype)) for (_, sample), n in zip(rows, lengths)]
+        parts = [
+            sample.columns.get(name, np.full((int(n), *example.shape[1:]), fill, example.dtype))
+            for (_, sample), n in zip(rows, lengths)
+        ]
         out[name] = np.concatenate(parts)
     return out
 

@@ -13,7 +13,8 @@ from turnwise.data.rows import Rows, UpdateResult, ranges
 def deal(rows: Rows, parts: int) -> list[np.ndarray]:
     """Sample indices int64 of each of `parts` ranks, ascending; every sample once, some parts may be empty.
 
-    Longest first to the rank with the fewest tokens (Graham 1969), so that no two ranks are further apart than the longest sample.
+    Longest first to the rank with the fewest tokens (Graham 1969), so that no two ranks are further apart than the
+    longest sample.
     """
     if parts < 1:
         raise ValueError(f"rows are dealt to at least one rank, got {parts}")
@@ -44,4 +45,6 @@ def merge_results(results: Sequence[UpdateResult]) -> UpdateResult:
             before = sums.get(name, (0.0, 0.0))
             sums[name] = (before[0] + x, before[1] + w)
     skipped = any(result.skipped for result in results)
-    return UpdateResult(loss=sum(result.loss for result in results), grad_norm=results[0].grad_norm, sums=sums, skipped=skipped)
+    return UpdateResult(
+        loss=sum(result.loss for result in results), grad_norm=results[0].grad_norm, sums=sums, skipped=skipped
+    )

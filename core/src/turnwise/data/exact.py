@@ -1,4 +1,5 @@
-"""Episodes to bytes and back, exactly: every array with its dtype and shape, every number to the last bit, no pickle."""
+"""Episodes to bytes and back, exactly: every array with its dtype and shape, every number to the last bit, no
+pickle."""
 
 from __future__ import annotations
 
@@ -39,7 +40,14 @@ class _Writer:
         # Before the plain tuple, of which a namedtuple is one.
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             named = type(value)
-            return {"named": [named.__module__, named.__qualname__, list(value._fields), [self.encode(item, where) for item in value]]}
+            return {
+                "named": [
+                    named.__module__,
+                    named.__qualname__,
+                    list(value._fields),
+                    [self.encode(item, where) for item in value],
+                ]
+            }
         if isinstance(value, tuple | frozenset | set):
             kind = next(base.__name__ for base in (tuple, frozenset, set) if isinstance(value, base))
             return {kind: [self.encode(item, where) for item in value]}
@@ -50,7 +58,9 @@ class _Writer:
             return {"dict": [[self.encode(k, where), self.encode(v, f"{where}[{k!r}]")] for k, v in value.items()]}
         if type(value).__name__ in RECORDS:
             names = [a.name for a in attrs.fields(type(value))]
-            return {type(value).__name__: {name: self.encode(getattr(value, name), f"{where}.{name}") for name in names}}
+            return {
+                type(value).__name__: {name: self.encode(getattr(value, name), f"{where}.{name}") for name in names}
+            }
         raise TypeError(f"{where} is a {type(value).__name__}, which cannot be written exactly")
 
     def _array(self, value: Any, where: str) -> dict[str, Any]:
@@ -64,10 +74,11 @@ class _Writer:
 
 
 def encode(value: Any) -> tuple[bytes, bytes]:
-    """(JSON text, bytes of the arrays) of plain data, arrays, trajectories, turns and samples. Raises TypeError for anything else.
+    """(JSON text, bytes of the arrays) of plain data, arrays, trajectories, turns and samples. Raises TypeError for
+    anything else.
 
-    A namedtuple comes back as one, of its own class where that is loaded: states of two classes are two states, whatever they
-    hold. What else derives from a plain type comes back as that type, equal to what it was."""
+    A namedtuple comes back as one, of its own class where that is loaded: states of two classes are two states,
+    whatever they hold. What else derives from a plain type comes back as that type, equal to what it was."""
     writer = _Writer()
     text = json.dumps(writer.encode(value, "it")).encode()
     return text, bytes(writer.buffer)
@@ -111,7 +122,8 @@ def _decoded(value: Any, buffer: bytes) -> Any:
 
 @lru_cache(maxsize=256)
 def _named(module: str, name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
-    """The class of a namedtuple if its module is loaded, for nothing is imported on a file's word; else one of the same name."""
+    """The class of a namedtuple if its module is loaded, for nothing is imported on a file's word; else one of the same
+    name."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)

@@ -1,4 +1,5 @@
-"""Cutting samples into micro-batches, padded or packed: index arithmetic over their lengths, never through a sample, longest first."""
+"""Cutting samples into micro-batches, padded or packed: index arithmetic over their lengths, never through a sample,
+longest first."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import numpy as np
 def by_rows(lengths: np.ndarray, rows: int) -> list[np.ndarray]:
     """Indices into `lengths` [S] in groups of at most `rows`, each an int64 array; equal lengths keep their order.
 
-    Sorted by length, so that a group pads little; longest first, so that a group too large for the memory fails at once.
+    Sorted by length, so that a group pads little; longest first, so that a group too large for the memory fails at
+    once.
     """
     if rows < 1:
         raise ValueError(f"a micro-batch needs at least one row, got {rows}")
@@ -44,7 +46,8 @@ def cut(lengths: np.ndarray, rows: int, budget: int | None = None) -> list[np.nd
 
 
 def pack(lengths: np.ndarray, width: int) -> list[np.ndarray]:
-    """Indices into `lengths` [S] in rows of at most `width` tokens, samples one after the other: best fit, longest first; the fullest row first.
+    """Indices into `lengths` [S] in rows of at most `width` tokens, samples one after the other: best fit, longest
+    first; the fullest row first.
 
     Best fit: a sample goes where the least room is left over. One longer than `width` gets a row of its own.
     """
@@ -68,10 +71,13 @@ def pack(lengths: np.ndarray, width: int) -> list[np.ndarray]:
 
 
 def packed(lengths: np.ndarray, budget: int, one_row: bool = False) -> list[list[np.ndarray]]:
-    """Micro-batches of packed rows, each a list of index arrays, whose padded size (rows × fullest) is at most `budget` tokens.
+    """Micro-batches of packed rows, each a list of index arrays, whose padded size (rows × fullest) is at most `budget`
+    tokens.
 
-    Rows are as wide as the longest sample: attention with a dense mask pays for their width squared. `one_row`, for attention that skips
-    what is masked: every micro-batch is one row of up to `budget` tokens, without padding. A sample longer than the budget stands alone.
+    Rows are as wide as the longest sample: attention with a dense mask pays for their width squared. `one_row`, for
+    attention that skips
+    what is masked: every micro-batch is one row of up to `budget` tokens, without padding. A sample longer than the
+    budget stands alone.
     """
     if budget < 1:
         raise ValueError(f"a token budget must be at least 1, got {budget}")
@@ -85,7 +91,8 @@ def packed(lengths: np.ndarray, budget: int, one_row: bool = False) -> list[list
 
 
 def non_padding_share(lengths: np.ndarray, groups: Sequence[Sequence[np.ndarray]]) -> float:
-    """Share of the computed positions that hold a token, over micro-batches of rows of indices (a row of one index: an unpacked sample)."""
+    """Share of the computed positions that hold a token, over micro-batches of rows of indices (a row of one index: an
+    unpacked sample)."""
     lengths = np.asarray(lengths, np.int64)
     fills = [[int(lengths[row].sum()) for row in group] for group in groups]
     computed = sum(len(fill) * max(fill) for fill in fills)

@@ -1,4 +1,5 @@
-"""Reward normalisation: scores over trajectories, returns over turns, and token rewards that sum to the normalised score."""
+"""Reward normalisation: scores over trajectories, returns over turns, and token rewards that sum to the normalised
+score."""
 
 from __future__ import annotations
 
@@ -27,14 +28,19 @@ def _one_of(*names: str | None) -> Any:
 class RewardNormalization:
     """How rewards are normalised; what is None takes the default of the estimator (see `settle`).
 
-    `grouping`: the scope of μ and σ: `traj_group_id`, `batch`, `tags` (environment tag), or `traj_id` (per-turn returns only).
-    `method`: `identity`, `mean` (s − μ), `mean_std` ((s − μ)/(σ + 1e-6), σ unbiased); `asym_clip` is accepted and means `mean_std`.
-    `norm_mean_type`, `norm_std_type`: if either is given, the two replace `method`: μ from the one scope, σ from the other (`batch` or
-    `group`, the trajectory group), and a null one means that nothing is subtracted, or divided by.
-    `count`: `trajectory` (each counts once in the statistics of scores) or `sample` (once per row, as some frameworks do).
+    `grouping`: the scope of μ and σ: `traj_group_id`, `batch`, `tags` (environment tag), or `traj_id` (per-turn returns
+    only).
+    `method`: `identity`, `mean` (s − μ), `mean_std` ((s − μ)/(σ + 1e-6), σ unbiased); `asym_clip` is accepted and means
+    `mean_std`.
+    `norm_mean_type`, `norm_std_type`: if either is given, the two replace `method`: μ from the one scope, σ from the
+    other (`batch` or `group`, the trajectory group), and a null one means that nothing is subtracted, or divided by.
+    `count`: `trajectory` (each counts once in the statistics of scores) or `sample` (once per row, as some frameworks
+    do).
     """
 
-    grouping: Grouping | None = field(default=None, validator=_one_of(None, "traj_group_id", "batch", "tags", "traj_id"))
+    grouping: Grouping | None = field(
+        default=None, validator=_one_of(None, "traj_group_id", "batch", "tags", "traj_id")
+    )
     method: Method | None = field(default=None, validator=_one_of(None, "identity", "mean", "mean_std", "asym_clip"))
     norm_mean_type: Scope | None = field(default=None, validator=_one_of(None, "batch", "group"))
     norm_std_type: Scope | None = field(default=None, validator=_one_of(None, "batch", "group"))
@@ -55,21 +61,23 @@ def settle(
     settings = evolve(settings, method=settings.method or method, grouping=settings.grouping or grouping)
     if settings.grouping == "traj_id" and unit == "trajectory":
         raise ConfigError(
-            "reward_normalization.grouping: 'traj_id' normalises turns within a trajectory, and this estimator normalises one score per "
-            "trajectory. Fix: use traj_group_id, batch or tags, or an estimator of per-turn returns"
+            "reward_normalization.grouping: 'traj_id' normalises turns within a trajectory, and this estimator"
+            " normalises one score per trajectory. Fix: use traj_group_id, batch or tags, or an estimator of per-turn"
+            " returns"
         )
     return settings
 
 
 def normalise_scores(batch: Batch, settings: RewardNormalization | None) -> np.ndarray:
-    """float64 [N]: the normalised score of every trajectory; 0 for those that do not train. Raises ConfigError as `settle` does."""
+    """float64 [N]: the normalised score of every trajectory; 0 for those that do not train. Raises ConfigError as
+    `settle` does."""
     mean, divisor, live = _score_statistics(batch, settle(settings))
     return np.where(live, (batch.trajectories["scores"] - mean) / divisor, 0.0)
 
 
 def normalise_turns(batch: Batch, values: np.ndarray, settings: RewardNormalization | None) -> np.ndarray:
-    """float64 [K]: `values` [K], one per row of the turn table (per-turn returns), normalised over turns; 0 where the trajectory does
-    not train. Every turn counts once, with or without sampled tokens; `count` concerns scores alone."""
+    """float64 [K]: `values` [K], one per row of the turn table (per-turn returns), normalised over turns; 0 where the
+    trajectory does not train. Every turn counts once, with or without sampled tokens; `count` concerns scores alone."""
     settings = settle(settings, unit="turn")
     owner = batch.turns["trajectory"]
     counted = trains(batch)[owner].astype(np.float64)
@@ -80,10 +88,12 @@ def normalise_turns(batch: Batch, values: np.ndarray, settings: RewardNormalizat
 
 
 def normalised_token_rewards(batch: Batch, settings: RewardNormalization | None) -> np.ndarray:
-    """float64 [T]: `token_level_rewards` such that each trajectory's sum is its normalised score, less the column `kl_penalty`.
+    """float64 [T]: `token_level_rewards` such that each trajectory's sum is its normalised score, less the column
+    `kl_penalty`.
 
-    Intermediate rewards are kept: r/(σ + 1e-6) where they were earned, and −μ/(σ + 1e-6) at the trajectory's last sampled token, with
-    μ and σ of the scores. A scope without signal gives 0 on every token. 0 where nothing was sampled and where nothing trains.
+    Intermediate rewards are kept: r/(σ + 1e-6) where they were earned, and −μ/(σ + 1e-6) at the trajectory's last
+    sampled token, with μ and σ of the scores. A scope without signal gives 0 on every token. 0 where nothing was
+    sampled and where nothing trains.
     """
     mean, divisor, live = _score_statistics(batch, settle(settings))
     owner = batch.tokens["trajectory"]
@@ -97,12 +107,15 @@ def normalised_token_rewards(batch: Batch, settings: RewardNormalization | None)
 
 
 def normalise(values: np.ndarray, labels: np.ndarray, method: Method, counted: np.ndarray | None = None) -> np.ndarray:
-    """float64 [n]: `values` [n] normalised by `method` among those of equal `labels` [n] (anything that sorts). `counted` bool [n]:
+    """float64 [n]: `values` [n] normalised by `method` among those of equal `labels` [n] (anything that sorts).
+    `counted` bool [n]:
     False leaves an entry out of the statistics and gives it 0."""
     values = np.asarray(values, np.float64)
     weights = np.ones(len(values)) if counted is None else np.asarray(counted, np.float64)
     # The labels given are the one scope; by which name it goes means nothing here.
-    mean, divisor, live = _affine(values, RewardNormalization(grouping="batch", method=method), {"batch": np.asarray(labels)}, weights)
+    mean, divisor, live = _affine(
+        values, RewardNormalization(grouping="batch", method=method), {"batch": np.asarray(labels)}, weights
+    )
     return np.where(live & (weights > 0), (values - mean) / divisor, 0.0)
 
 
@@ -122,13 +135,20 @@ def _scopes(batch: Batch) -> dict[str, np.ndarray]:
     table = batch.trajectories
     everything = np.arange(len(table))
     group = table["traj_group_id"]
-    return {"traj_group_id": group, "group": group, "batch": np.zeros(len(table), np.int64), "tags": table["tag"], "traj_id": everything}
+    return {
+        "traj_group_id": group,
+        "group": group,
+        "batch": np.zeros(len(table), np.int64),
+        "tags": table["tag"],
+        "traj_id": everything,
+    }
 
 
 def _affine(
     values: np.ndarray, settings: RewardNormalization, scopes: dict[str, np.ndarray], weights: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """μ, divisor (never 0) and whether there is a signal, each [n]: the normalised value is (value − μ)/divisor, or 0 without signal."""
+    """μ, divisor (never 0) and whether there is a signal, each [n]: the normalised value is (value − μ)/divisor, or 0
+    without signal."""
     mean, divisor, live = np.zeros(len(values)), np.ones(len(values)), np.ones(len(values), np.bool_)
     mean_scope, std_scope = _chosen_scopes(settings)
     if mean_scope is not None:
@@ -148,8 +168,11 @@ def _chosen_scopes(settings: RewardNormalization) -> tuple[str | None, str | Non
     return settings.grouping, None if settings.method == "mean" else settings.grouping
 
 
-def _statistics(values: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """μ, unbiased σ and (more than one member and σ > 1e-6) of each entry's scope, each [n]; `weights`: how often an entry counts."""
+def _statistics(
+    values: np.ndarray, labels: np.ndarray, weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """μ, unbiased σ and (more than one member and σ > 1e-6) of each entry's scope, each [n]; `weights`: how often an
+    entry counts."""
     scopes, where = np.unique(labels, return_inverse=True)
     counted = weights > 0
     base = np.full(len(scopes), np.inf)

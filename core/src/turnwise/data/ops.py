@@ -1,7 +1,8 @@
-"""Arithmetic over the runs of a flat array, for estimators: sums, means, discounted returns and whitening without a loop over entries.
+"""Arithmetic over the runs of a flat array, for estimators: sums, means, discounted returns and whitening without a
+loop over entries.
 
-Estimators work along `batch.sampled`: the sampled tokens in (trajectory, turn, position) order, so that what belongs together is one
-contiguous run, whatever rows the trajectories were cut into.
+Estimators work along `batch.sampled`: the sampled tokens in (trajectory, turn, position) order, so that what belongs
+together is one contiguous run, whatever rows the trajectories were cut into.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ def run_ends(labels: np.ndarray) -> np.ndarray:
 
 
 def segment_sums(values: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
-    """float64 [count]: the sum of `values` [R] under each label 0…count−1 of `labels` int [R], in any order; 0 where a label has none."""
-    return np.bincount(np.asarray(labels, np.int64), weights=np.asarray(values, np.float64), minlength=count)[:count].astype(np.float64)
+    """float64 [count]: the sum of `values` [R] under each label 0…count−1 of `labels` int [R], in any order; 0 where a
+    label has none."""
+    return np.bincount(np.asarray(labels, np.int64), weights=np.asarray(values, np.float64), minlength=count)[
+        :count
+    ].astype(np.float64)
 
 
 def segment_means(values: np.ndarray, labels: np.ndarray, count: int, empty: float = 0.0) -> np.ndarray:
@@ -38,16 +42,20 @@ def segment_means(values: np.ndarray, labels: np.ndarray, count: int, empty: flo
 
 
 def discounted_sums(values: np.ndarray, labels: np.ndarray, gamma: float) -> np.ndarray:
-    """float64 [R]: G_t = values_t + γ·G_{t+1} within each run of equal neighbours in `labels` [R]; G is 0 after a run's last entry.
+    """float64 [R]: G_t = values_t + γ·G_{t+1} within each run of equal neighbours in `labels` [R]; G is 0 after a run's
+    last entry.
 
-    γ in [0, 1], else ValueError. By doubling: after j rounds every entry holds its own sum over 2^j entries, so a run of L entries takes
-    log2(L) vectorised rounds, no power of γ is ever divided by, and an entry's result depends on its own run alone.
+    γ in [0, 1], else ValueError. By doubling: after j rounds every entry holds its own sum over 2^j entries, so a run
+    of L entries takes log2(L) vectorised rounds, no power of γ is ever divided by, and an entry's result depends on its
+    own run alone.
     """
     if not 0.0 <= gamma <= 1.0:
         raise ValueError(f"gamma must lie in [0, 1], got {gamma!r}")
     total = np.array(values, np.float64)
     ends = run_ends(labels)
-    following = np.repeat(ends, ends - run_starts(labels)) - np.arange(len(total)) - 1  # entries after each one in its run
+    following = (
+        np.repeat(ends, ends - run_starts(labels)) - np.arange(len(total)) - 1
+    )  # entries after each one in its run
     longest = int(following.max(initial=0))
     reach, factor = 1, float(gamma)
     # A factor that underflows to 0 adds nothing any more.
@@ -59,7 +67,8 @@ def discounted_sums(values: np.ndarray, labels: np.ndarray, gamma: float) -> np.
 
 
 def whiten(values: np.ndarray) -> np.ndarray:
-    """float64 [R]: (x − μ)/sqrt(var + 1e-8) with the unbiased variance; fewer than two values are returned as they are."""
+    """float64 [R]: (x − μ)/sqrt(var + 1e-8) with the unbiased variance; fewer than two values are returned as they
+    are."""
     values = np.asarray(values, np.float64)
     if len(values) < 2:
         return values.copy()
@@ -85,14 +94,16 @@ def last_sampled(batch: Batch) -> np.ndarray:
 
 
 def sampled_to_tokens(batch: Batch, values: np.ndarray) -> np.ndarray:
-    """float64 [T]: `values` [R] put on the tokens `batch.sampled`; 0 on all other tokens and on trajectories that do not train."""
+    """float64 [T]: `values` [R] put on the tokens `batch.sampled`; 0 on all other tokens and on trajectories that do
+    not train."""
     out = np.zeros(len(batch.tokens), np.float64)
     out[batch.sampled] = np.where(trains(batch)[batch.tokens["trajectory"][batch.sampled]], values, 0.0)
     return out
 
 
 def trajectories_to_tokens(batch: Batch, values: np.ndarray) -> np.ndarray:
-    """float64 [T]: each trajectory's value of `values` [N] on all of its sampled tokens, in every row cut from it; 0 elsewhere."""
+    """float64 [T]: each trajectory's value of `values` [N] on all of its sampled tokens, in every row cut from it; 0
+    elsewhere."""
     return sampled_to_tokens(batch, np.asarray(values, np.float64)[batch.tokens["trajectory"][batch.sampled]])
 
 

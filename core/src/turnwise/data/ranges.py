@@ -1,4 +1,5 @@
-"""The admissible range of a number, stated beside the key that it bounds: attrs metadata that one check and the reference read."""
+"""The admissible range of a number, stated beside the key that it bounds: attrs metadata that one check and the
+reference read."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ RANGE = "range"
 
 @frozen
 class Range:
-    """From `least` to `most`; `above` and `below`: without the ends themselves. Infinity is in no range, for nothing can be computed from it.
+    """From `least` to `most`; `above` and `below`: without the ends themselves. Infinity is in no range, for nothing
+    can be computed from it.
 
     `words`: for the reference and the message, after "must be"."""
 

@@ -12,8 +12,8 @@ from turnwise.data.trajectory import Trajectory, Turn
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON data: numbers that JSON lacks (NaN, infinities) become null, arrays of two or more axes their shape, flat arrays
-    lists, unknown objects their repr."""
+    """`value` as JSON data: numbers that JSON lacks (NaN, infinities) become null, arrays of two or more axes their
+    shape, flat arrays lists, unknown objects their repr."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

@@ -1,4 +1,5 @@
-"""What a training strategy receives: whole samples with per-response-token columns, one optimizer update, and its result."""
+"""What a training strategy receives: whole samples with per-response-token columns, one optimizer update, and its
+result."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from turnwise.data.batch import Batch
 class Rows:
     """S samples as flat arrays.
 
-    `input_ids` int32 [T]; `offsets` int64 [S+1] delimits the samples; `response_mask` bool [T] marks the R sampled tokens (never the
-    first of a sample); `columns`: arrays [R, …] over the sampled tokens in this order, under the batch's names. `images[s]`: the images
-    (uint8 H×W×3) of sample s.
+    `input_ids` int32 [T]; `offsets` int64 [S+1] delimits the samples; `response_mask` bool [T] marks the R sampled
+    tokens (never the first of a sample); `columns`: arrays [R, …] over the sampled tokens in this order, under the
+    batch's names. `images[s]`: the images (uint8 H×W×3) of sample s.
     """
 
     input_ids: np.ndarray
@@ -75,11 +76,12 @@ def rows_of(batch: Batch, samples: np.ndarray | None = None, columns: tuple[str,
 class Update:
     """One optimizer update.
 
-    The objective is Σ coef·loss over the response tokens of `rows` (plus the entropy and KL terms of the objective, under the same
-    coef): `rows.columns` holds `coef` float64 (row weight × mask ÷ denominator of the aggregation over the whole update), `weight`
-    float64 (row weight × mask), `advantages`, `old_log_probs` (NaN: use the new ones, detached) and whatever else the batch carries.
-    Where there is a column `policy_weight` float64, the policy loss of each token, and it alone, is multiplied with it.
-    `lr` is the learning rate of exactly this update; `entropy_coef` and `kl_coef` are this step's coefficients.
+    The objective is Σ coef·loss over the response tokens of `rows` (plus the entropy and KL terms of the objective,
+    under the same coef): `rows.columns` holds `coef` float64 (row weight × mask ÷ denominator of the aggregation over
+    the whole update), `weight` float64 (row weight × mask), `advantages`, `old_log_probs` (NaN: use the new ones,
+    detached) and whatever else the batch carries. Where there is a column `policy_weight` float64, the policy loss of
+    each token, and it alone, is multiplied with it. `lr` is the learning rate of exactly this update; `entropy_coef`
+    and `kl_coef` are this step's coefficients.
     """
 
     rows: Rows
@@ -92,8 +94,9 @@ class Update:
 class UpdateResult:
     """What an update reports: the objective's value, the gradient norm before clipping, and sums for per-token metrics.
 
-    `sums[name] = (Σ w·m·x, Σ w·m)`: the pipeline adds them over the step's updates and divides once. `skipped`: the loss or the gradient was not
-    finite on some rank, so that no rank made a step; `loss` and `grad_norm` are then what was found, and `sums` holds nothing of the tokens.
+    `sums[name] = (Σ w·m·x, Σ w·m)`: the pipeline adds them over the step's updates and divides once. `skipped`: the
+    loss or the gradient was not finite on some rank, so that no rank made a step; `loss` and `grad_norm` are then what
+    was found, and `sums` holds nothing of the tokens.
     """
 
     loss: float

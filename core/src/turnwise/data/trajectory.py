@@ -25,10 +25,10 @@ def float32(values: Any) -> np.ndarray:
 class Generation:
     """What an inference backend sampled for one request.
 
-    `ids` int32 [n] are exactly the sampled tokens, the stop token included when it was sampled. `logprobs` float32 [n] follow the
-    definition of a log-prob in docs/backends.md, or None where the backend cannot give them. `versions` int32 [n]: the policy version
-    that sampled each token. Backends of `input: messages` may leave `ids` None. A player that chose an action, not a text, gives it in
-    `extras["action"]`: managers take it as it is.
+    `ids` int32 [n] are exactly the sampled tokens, the stop token included when it was sampled. `logprobs` float32 [n]
+    follow the definition of a log-prob in docs/backends.md, or None where the backend cannot give them. `versions`
+    int32 [n]: the policy version that sampled each token. Backends of `input: messages` may leave `ids` None. A player
+    that chose an action, not a text, gives it in `extras["action"]`: managers take it as it is.
     """
 
     text: str
@@ -43,10 +43,12 @@ class Generation:
 class Turn:
     """One model call and the environment's answer to it.
 
-    `prompt_ids` int32 [p]: every token that the model saw before its response. `response_ids` int32 [n] and `response_mask` bool [n]:
-    True for tokens that the engine sampled, False for tokens appended so that parsers see a closed message. `logprobs` float32 [n] or
-    None, `versions` int32 [n] (−1 where not sampled). `anchor`: the state before the call (the environment's `state_key`, else the
-    observation that the action answered). `images`: indices into `Trajectory.images` that the prompt holds.
+    `prompt_ids` int32 [p]: every token that the model saw before its response. `response_ids` int32 [n] and
+    `response_mask` bool [n]:
+    True for tokens that the engine sampled, False for tokens appended so that parsers see a closed message. `logprobs`
+    float32 [n] or None, `versions` int32 [n] (−1 where not sampled). `anchor`: the state before the call (the
+    environment's `state_key`, else the observation that the action answered). `images`: indices into
+    `Trajectory.images` that the prompt holds.
     """
 
     prompt_ids: np.ndarray
@@ -67,10 +69,11 @@ class Turn:
 
 @frozen(eq=False)
 class Trajectory:
-    """All turns of one episode, in order. It may have no turn at all (a first prompt over the limit); its score still counts.
+    """All turns of one episode, in order. It may have no turn at all (a first prompt over the limit); its score still
+    counts.
 
-    `role`: whose trajectory it is where an episode gives several (two players, a proposer and a critic), else empty. A group's members of one
-    role are compared with each other alone."""
+    `role`: whose trajectory it is where an episode gives several (two players, a proposer and a critic), else empty. A
+    group's members of one role are compared with each other alone."""
 
     tag: str
     group: int
@@ -95,9 +98,10 @@ class Trajectory:
 class Sample:
     """One training row: a run of tokens of one trajectory.
 
-    All arrays have length L. `input_ids` int32; `response_mask` bool, True on sampled tokens only (never at position 0: a token needs
-    one before it); `turn` int32, the index of the turn whose sampling gave the token, −1 elsewhere; `logprobs` float32, 0 elsewhere, or
-    None if any sampled token lacks one; `versions` int32, −1 elsewhere. `columns`: further per-token data of shape [L, …] by name.
+    All arrays have length L. `input_ids` int32; `response_mask` bool, True on sampled tokens only (never at position 0:
+    a token needs one before it); `turn` int32, the index of the turn whose sampling gave the token, −1 elsewhere;
+    `logprobs` float32, 0 elsewhere, or None if any sampled token lacks one; `versions` int32, −1 elsewhere. `columns`:
+    further per-token data of shape [L, …] by name.
     """
 
     input_ids: np.ndarray

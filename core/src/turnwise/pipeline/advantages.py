@@ -1,4 +1,5 @@
-"""From a batch to advantages: filters, the KL penalty in the reward, the estimator, whitening, mask, clip. In this order."""
+"""From a batch to advantages: filters, the KL penalty in the reward, the estimator, whitening, mask, clip. In this
+order."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def add_kl_penalty(batch: Batch, config: RunConfig, beta: float) -> Batch:
     A score stays the sum of the trajectory's rewards: its last sampled token and that token's turn give what it loses.
     """
     mask = batch.tokens["response_mask"]
-    kl = np.where(mask, kl_estimate(config.kl_penalty, batch.tokens["old_log_probs"], batch.tokens["ref_log_probs"]), 0.0)
+    kl = np.where(
+        mask, kl_estimate(config.kl_penalty, batch.tokens["old_log_probs"], batch.tokens["ref_log_probs"]), 0.0
+    )
     if not config.kl_in_score:
         return batch.with_tokens(kl_penalty=beta * kl)
     per_trajectory = np.bincount(batch.tokens["trajectory"], weights=kl, minlength=len(batch.trajectories))
@@ -57,7 +60,9 @@ def add_kl_penalty(batch: Batch, config: RunConfig, beta: float) -> Batch:
     rewards, of_turns = batch.tokens["token_level_rewards"].copy(), batch.turns["reward"].copy()
     rewards[ends] -= penalty
     of_turns[batch.tokens["turn"][ends]] -= penalty
-    batch = batch.with_trajectories(scores=batch.trajectories["scores"] - beta * per_trajectory).with_tokens(token_level_rewards=rewards)
+    batch = batch.with_trajectories(scores=batch.trajectories["scores"] - beta * per_trajectory).with_tokens(
+        token_level_rewards=rewards
+    )
     return evolve(batch, turns=batch.turns.with_columns(reward=of_turns))
 
 
@@ -93,5 +98,6 @@ def mean_kl(batch: Batch, kind: str) -> tuple[float, int]:
 
 
 def adapted(beta: float, kl: float, target: float, trajectories: int, horizon: float) -> float:
-    """β·(1 + clip(kl/target − 1, ±0.2)·n/horizon), the adaptive coefficient of Ziegler et al. 2019 (arXiv 1909.08593)."""
+    """β·(1 + clip(kl/target − 1, ±0.2)·n/horizon), the adaptive coefficient of Ziegler et al. 2019 (arXiv
+    1909.08593)."""
     return beta * (1 + float(np.clip(kl / target - 1, -0.2, 0.2)) * trajectories / horizon)

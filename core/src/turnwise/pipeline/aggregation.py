@@ -1,4 +1,5 @@
-"""Aggregation: what each token's loss is multiplied with, so that Σ coef·loss over an optimizer step is the objective."""
+"""Aggregation: what each token's loss is multiplied with, so that Σ coef·loss over an optimizer step is the
+objective."""
 
 from __future__ import annotations
 
@@ -19,14 +20,17 @@ def token_coefficients(
     lengths: np.ndarray,
     scale: float = 1.0,
 ) -> np.ndarray:
-    """float64 [n]: the coefficient that every sampled token of a row carries, for the n rows of **one optimizer step** over all ranks.
+    """float64 [n]: the coefficient that every sampled token of a row carries, for the n rows of **one optimizer step**
+    over all ranks.
 
-    `row_ids` int64 [n] (copies of a row share one), `trajectory` int64 [n], `weights` float64 [n], `lengths` int64 [n]: sampled tokens of
-    the row, before any filter. `scale`: C of `seq-mean-token-sum-norm` (`loss_scale_factor`), positive. Zero everywhere if no row has a
-    sampled token. Raises ConfigError for an unknown mode or unit or a scale that is not positive.
+    `row_ids` int64 [n] (copies of a row share one), `trajectory` int64 [n], `weights` float64 [n], `lengths` int64 [n]:
+    sampled tokens of the row, before any filter. `scale`: C of `seq-mean-token-sum-norm` (`loss_scale_factor`),
+    positive. Zero everywhere if no row has a sampled token. Raises ConfigError for an unknown mode or unit or a scale
+    that is not positive.
 
-    A unit u is a trajectory's rows, or one row with its copies. S_u = Σ w·Σ loss, N_u = Σ w·length, W_u = the largest weight of a
-    distinct row of u, its copies summed (0 if N_u = 0). The modes are ΣS/ΣN, ΣW(S/N)/ΣW, ΣS/ΣW and ΣS/(C·ΣW).
+    A unit u is a trajectory's rows, or one row with its copies. S_u = Σ w·Σ loss, N_u = Σ w·length, W_u = the largest
+    weight of a distinct row of u, its copies summed (0 if N_u = 0). The modes are ΣS/ΣN, ΣW(S/N)/ΣW, ΣS/ΣW and
+    ΣS/(C·ΣW).
     """
     _check(mode, unit, scale)
     weights = np.asarray(weights, np.float64)

@@ -1,4 +1,5 @@
-"""Checkpoints are written whole into a temporary folder, made durable, and renamed; older ones are pruned or set aside."""
+"""Checkpoints are written whole into a temporary folder, made durable, and renamed; older ones are pruned or set
+aside."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ TEMPORARY = ".tmp-"
 async def save(
     root: Path,
     step: int,
-    state: Mapping[str, Any],  # Any: JSON data
-    write: Callable[[Path], Awaitable[None]],
+    state: Mapping[str, Any],
+    write: Callable[[Path], Awaitable[None]],  # Any: JSON data
 ) -> Path:
-    """Write `root/checkpoint-<step>`: `write` lets the roles write into a temporary folder, then it is fsynced and renamed.
+    """Write `root/checkpoint-<step>`: `write` lets the roles write into a temporary folder, then it is fsynced and
+    renamed.
 
-    Whatever goes wrong, no half checkpoint is left and older ones stay whole. Raises CheckpointError (disk full, not writable).
+    Whatever goes wrong, no half checkpoint is left and older ones stay whole. Raises CheckpointError (disk full, not
+    writable).
     """
     final = root / f"{PREFIX}{step:06d}"
     temporary = root / f"{TEMPORARY}{final.name}"
@@ -48,7 +51,8 @@ async def save(
     except (OSError, CheckpointError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise CheckpointError(
-            f"{final.name} could not be written to {root}: {reason}. Older checkpoints are untouched. Fix: free space or choose another output_dir."
+            f"{final.name} could not be written to {root}: {reason}. Older checkpoints are untouched. Fix: free space"
+            " or choose another output_dir."
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -56,17 +60,23 @@ async def save(
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Delete all but the newest `keep` checkpoints, and those that another process holds (turnwise.planning.resume.held)."""
+    """Delete all but the newest `keep` checkpoints, and those that another process holds
+    (turnwise.planning.resume.held)."""
     for old in listed(root)[: -keep or None] if keep else []:
-        with (old / MANIFEST).open() as file, contextlib.suppress(BlockingIOError):  # somebody reads it: it goes next time
+        with (
+            (old / MANIFEST).open() as file,
+            contextlib.suppress(BlockingIOError),
+        ):  # somebody reads it: it goes next time
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(old)
 
 
 def set_aside(root: Path, start: Checkpoint | None) -> Path | None:
-    """Move the checkpoints that are not part of the run which begins at `start` (None: anew) to a folder beside `root`, and return it.
+    """Move the checkpoints that are not part of the run which begins at `start` (None: anew) to a folder beside `root`,
+    and return it.
 
-    Left there, `the newest` would mean one of another run. Those before `start` in its own folder are its past and stay.
+    Left there, `the newest` would mean one of another run. Those before `start` in its own folder are its past and
+    stay.
     """
     past = start.step if start is not None and start.folder.resolve().parent == root.resolve() else -1
     foreign = [folder for folder in listed(root) if step_of(folder) > past]

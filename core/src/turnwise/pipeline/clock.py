@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 
 class Clock:
-    """Seconds by phase (`rollout`, `actor_train`, …) since the last `take`; a phase may come more than once, or within another."""
+    """Seconds by phase (`rollout`, `actor_train`, …) since the last `take`; a phase may come more than once, or within
+    another."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}

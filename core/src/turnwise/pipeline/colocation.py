@@ -1,4 +1,5 @@
-"""Roles that share devices take turns there: who is needed comes on, who is not goes off. Roles with devices of their own stay."""
+"""Roles that share devices take turns there: who is needed comes on, who is not goes off. Roles with devices of their
+own stay."""
 
 from __future__ import annotations
 
@@ -14,14 +15,17 @@ SAMPLER, ACTOR = "actor_infer", "actor_train"
 
 
 class Colocation:
-    """`roles`: the placed training roles by name, all on their devices; `backend`: the sampling one. With `one_model` the sampler reads the
-    trainer's own weights: it has nothing of its own to move, and samples where the actor is.
+    """`roles`: the placed training roles by name, all on their devices; `backend`: the sampling one. With `one_model`
+    the sampler reads the trainer's own weights: it has nothing of its own to move, and samples where the actor is.
 
-    A role that shares no device (or has none: the CPU's memory is not short) is never moved. Others leave when somebody needs their place, not
+    A role that shares no device (or has none: the CPU's memory is not short) is never moved. Others leave when somebody
+    needs their place, not
     before: most need it again themselves.
     """
 
-    def __init__(self, config: RunConfig, roles: Mapping[str, TrainRole], backend: InferenceBackend, *, one_model: bool = False) -> None:
+    def __init__(
+        self, config: RunConfig, roles: Mapping[str, TrainRole], backend: InferenceBackend, *, one_model: bool = False
+    ) -> None:
         self._roles, self._backend, self._one_model = dict(roles), backend, one_model
         self._devices = {name: set(numbers) for name, numbers in assembly.devices(config).items()}
         if one_model:
@@ -62,7 +66,8 @@ class Colocation:
             await self._backend.resume()
 
     async def meet(self) -> None:
-        """The actor is on its devices, and on the sampler's own there is room for the weights that follow: nothing else, its cache included."""
+        """The actor is on its devices, and on the sampler's own there is room for the weights that follow: nothing
+        else, its cache included."""
         await self.bring(ACTOR)
         for other in self._beside(SAMPLER):
             if other != ACTOR:

@@ -1,4 +1,5 @@
-"""Evaluation: the same tasks every time, played by the model, once by the baselines; metrics, trajectories and pictures of it."""
+"""Evaluation: the same tasks every time, played by the model, once by the baselines; metrics, trajectories and pictures
+of it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from turnwise.pipeline.clock import Clock
 from turnwise.pipeline.guards import Guard
 from turnwise.pipeline.progress import Progress
 from turnwise.pipeline.tracking import Tracking
-from turnwise.planning import assembly
+from turnwise.planning import assembly, builders
 from turnwise.rollout import Scheduler
 
 
@@ -21,7 +22,14 @@ class Evaluation:
     """`scheduler`: plays the fixed tasks with the sampling role; None: this run evaluates nothing."""
 
     def __init__(
-        self, config: RunConfig, base: Path, scheduler: Scheduler | None, tracking: Tracking, progress: Progress, guard: Guard, clock: Clock
+        self,
+        config: RunConfig,
+        base: Path,
+        scheduler: Scheduler | None,
+        tracking: Tracking,
+        progress: Progress,
+        guard: Guard,
+        clock: Clock,
     ) -> None:
         self._config, self._base, self._scheduler = config, base, scheduler
         self._tracking, self._history, self._reporting = tracking, progress.history, progress.reporting
@@ -49,7 +57,9 @@ class Evaluation:
         self._tracking.trajectories(step, "val", played.trajectories)
         if self._frames:
             # On another thread: a GIF takes longer than a request.
-            for name, path in await asyncio.to_thread(list, frames.write(self._frames / f"step-{step:06d}", played.frames)):
+            for name, path in await asyncio.to_thread(
+                list, frames.write(self._frames / f"step-{step:06d}", played.frames)
+            ):
                 self._tracking.artifact(step, name, path)
         for choice in self._config.baselines:
             # A player does not learn: once is enough, and the history carries it through a resume.
@@ -59,7 +69,7 @@ class Evaluation:
 
     async def _baseline(self, choice: Choice) -> dict[str, float]:
         """What a player that needs no model makes of the same tasks."""
-        backend = assembly.player(choice, self._config.val_seed)
+        backend = builders.player(choice, self._config.val_seed)
         scheduler = assembly.scheduler(self._config, self._base, backend, None, evaluation=True)
         try:
             played = await scheduler.evaluate()
@@ -70,4 +80,6 @@ class Evaluation:
 
     def _metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         assert self._config.val_env_manager is not None
-        return metrics.evaluation_metrics(trajectories, assembly.planned_episodes(self._config.val_env_manager), self._reporting)
+        return metrics.evaluation_metrics(
+            trajectories, assembly.planned_episodes(self._config.val_env_manager), self._reporting
+        )

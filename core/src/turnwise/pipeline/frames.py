@@ -22,7 +22,8 @@ def write(
     episodes: Mapping[tuple[str, int, int], Sequence[Any]],  # Any: what an environment's render() returned
     still: bool = False,
 ) -> Iterator[tuple[str, Path]]:
-    """Write each episode's frames under `folder`: a GIF (or, `still`, one PNG a frame) of image frames, a text file of string frames.
+    """Write each episode's frames under `folder`: a GIF (or, `still`, one PNG a frame) of image frames, a text file of
+    string frames.
 
     Yields (name, path) of each file. Raises MachineError without Pillow.
     """
@@ -53,7 +54,9 @@ def _picture(frame: Any) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise MachineError("frames need Pillow, not installed. Fix: pip install 'turnwise[render]', or leave render_save_dir out.") from error
+        raise MachineError(
+            "frames need Pillow, not installed. Fix: pip install 'turnwise[render]', or leave render_save_dir out."
+        ) from error
     return Image.fromarray(np.asarray(frame, np.uint8))
 
 

@@ -1,4 +1,5 @@
-"""What surrounds a run: one run at a time in an output folder, and what ends its waiting: Ctrl-C, and the end of a role."""
+"""What surrounds a run: one run at a time in an output folder, and what ends its waiting: Ctrl-C, and the end of a
+role."""
 
 from __future__ import annotations
 
@@ -31,21 +32,27 @@ _STUCK_SECONDS = 2.0
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder; the system frees it when the process ends, however it ends. Raises MachineError if it is held."""
+    """Hold the lock of a run's folder; the system frees it when the process ends, however it ends. Raises MachineError
+    if it is held."""
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise MachineError(f"output_dir: another run is writing into {folder}. Fix: wait for its end, or choose another output_dir.") from error
+            raise MachineError(
+                f"output_dir: another run is writing into {folder}. Fix: wait for its end, or choose another"
+                " output_dir."
+            ) from error
         yield
 
 
 @contextlib.contextmanager
 def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
-    """Ctrl-C and SIGTERM set `stop`, a request to stop at the next safe point; a second one ends at once, whatever the event loop does.
+    """Ctrl-C and SIGTERM set `stop`, a request to stop at the next safe point; a second one ends at once, whatever the
+    event loop does.
 
-    Plain handlers, not those of asyncio, which run between two callbacks only: a step that hangs on the loop, or a regular
-    expression that backtracks for ever, would keep every signal waiting. Not on the main thread there are no signals to hear.
+    Plain handlers, not those of asyncio, which run between two callbacks only: a step that hangs on the loop, or a
+    regular expression that backtracks for ever, would keep every signal waiting. Not on the main thread there are no
+    signals to hear.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -78,10 +85,12 @@ def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _heard(loop: asyncio.AbstractEventLoop, twice: Callable[[], bool]) -> Iterator[None]:
-    """See to it that the handlers run. Where a second signal has come and `twice` stays false, the main thread is in C code, in
+    """See to it that the handlers run. Where a second signal has come and `twice` stays false, the main thread is in C
+    code, in
     which none does: the process is ended.
 
-    The interpreter writes the number of every signal into a socket when it comes, and a thread reads it. The thread wakes the
+    The interpreter writes the number of every signal into a socket when it comes, and a thread reads it. The thread
+    wakes the
     loop, too: a signal that the system gives to another thread does not interrupt the main one's waiting.
     """
     reader, writer = socket.socketpair()
@@ -119,7 +128,8 @@ class Stopped(Exception):
 
 
 class Guard:
-    """Lets the pipeline wait for what changes no weight, and notices meanwhile that the user wants to stop or that a training role is gone."""
+    """Lets the pipeline wait for what changes no weight, and notices meanwhile that the user wants to stop or that a
+    training role is gone."""
 
     def __init__(self, stop: asyncio.Event, roles: Iterable[TrainRole]) -> None:
         self._stop, self._roles = stop, tuple(roles)
@@ -129,7 +139,9 @@ class Guard:
         """Whether a stop was asked for."""
         return self._stop.is_set()
 
-    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:  # Any: what a coroutine yields to asyncio concerns nobody
+    async def unless_stopped(
+        self, work: Coroutine[Any, Any, T]
+    ) -> T:  # Any: what a coroutine yields to asyncio concerns nobody
         """The result of `work`. Raises Stopped, what `work` raises, and the error of a role that is gone."""
         return await unless(work, self._stop, [role.watch() for role in self._roles])
 
@@ -139,10 +151,15 @@ async def unless(
     stop: asyncio.Event,
     watches: Iterable[Coroutine[Any, Any, None]],
 ) -> T:
-    """The result of `work`. Raises Stopped once `stop` is set, what `work` raises, or a watch, which otherwise never ends.
+    """The result of `work`. Raises Stopped once `stop` is set, what `work` raises, or a watch, which otherwise never
+    ends.
 
     What has not ended is cancelled."""
-    task, asked, alive = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait()), [asyncio.ensure_future(watch) for watch in watches]
+    task, asked, alive = (
+        asyncio.ensure_future(work),
+        asyncio.ensure_future(stop.wait()),
+        [asyncio.ensure_future(watch) for watch in watches],
+    )
     every: list[asyncio.Future[Any]] = [task, asked, *alive]
     try:
         await asyncio.wait(every, return_when=asyncio.FIRST_COMPLETED)

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 import numpy as np
 from attrs import evolve, frozen
 
-from turnwise.config.relations import rows_per_update
 from turnwise.config.schema import Role, RunConfig
+from turnwise.config.updates import rows_per_update
 from turnwise.contracts.batch_adjust import AdjustContext, BatchAdjust, PlannedUpdate
 from turnwise.contracts.estimator import AdvantageEstimator
 from turnwise.contracts.group_filter import FilterContext, GroupFilter
@@ -31,7 +31,7 @@ from turnwise.pipeline.old_logprobs import OldLogProbs
 from turnwise.pipeline.roles import Roles
 from turnwise.pipeline.skipped import Skipped
 from turnwise.pipeline.updates import plan_step, training_rows, updates
-from turnwise.planning import assembly
+from turnwise.planning import assembly, builders
 from turnwise.rollout import mock
 
 log = logging.getLogger("turnwise")
@@ -56,13 +56,30 @@ class Learnt:
 
 
 class Learner:
-    """Knows the algorithm of the run. `kl_coef`: the coefficient of the KL penalty, which may adapt from step to step; a checkpoint holds it."""
+    """Knows the algorithm of the run. `kl_coef`: the coefficient of the KL penalty, which may adapt from step to step;
+    a checkpoint holds it."""
 
-    def __init__(self, config: RunConfig, roles: Roles, estimator: AdvantageEstimator, clock: Clock, kl_coef: float, reporting: Reporting) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        roles: Roles,
+        estimator: AdvantageEstimator,
+        clock: Clock,
+        kl_coef: float,
+        reporting: Reporting,
+    ) -> None:
         self.kl_coef = kl_coef
         self.changing = False
-        self._config, self._roles, self._estimator, self._clock, self._reporting = config, roles, estimator, clock, reporting
-        self._filters: list[GroupFilter] = [assembly.build("group_filter", one, FilterContext(seed=config.seed)) for one in config.group_filters]
+        self._config, self._roles, self._estimator, self._clock, self._reporting = (
+            config,
+            roles,
+            estimator,
+            clock,
+            reporting,
+        )
+        self._filters: list[GroupFilter] = [
+            builders.build("group_filter", one, FilterContext(seed=config.seed)) for one in config.group_filters
+        ]
         self._adjust = _policy(config, config.actor_train)
         self._critic_adjust = None if roles.critic is None else _policy(config, assembly.role_of(config, "critic"))
         self._skipped = {role: Skipped(role, config.max_skipped_updates) for role in ("actor_train", "critic")}
@@ -76,11 +93,15 @@ class Learner:
     def _prepare(self, step: int, played: RolloutResult) -> Lesson:
         # Clipped before anything is summed: scores, and every statistic of them, are of the clipped rewards.
         batch = build_batch(_clipped(played.trajectories, self._config.reward_clip), played.samples)
-        out = metrics.batch_metrics(batch, self._reporting) | metrics.environment_metrics(played.trajectories, self._reporting)
+        out = metrics.batch_metrics(batch, self._reporting) | metrics.environment_metrics(
+            played.trajectories, self._reporting
+        )
         out |= {f"rollout/{name}": float(value) for name, value in played.counts.items()}
         if not len(batch.samples):
             log.warning(
-                "step %d: no token was sampled in %d episodes (prompts over sequence_length?), nothing is learned", step, len(batch.trajectories)
+                "step %d: no token was sampled in %d episodes (prompts over sequence_length?), nothing is learned",
+                step,
+                len(batch.trajectories),
             )
         with boundary("group_filters", PluginError):
             batch = advantages.filter_groups(batch, self._filters)
@@ -122,7 +143,9 @@ class Learner:
         """Old log-probs where they are needed, the reference's, and the critic's values."""
         batch, roles = lesson.batch, self._roles
         with self._clock.phase("old_logprobs"):
-            batch = await self._old_logprobs.add(batch, roles, updates=len(lesson.planned) * self._config.ppo_epochs, version=lesson.step)
+            batch = await self._old_logprobs.add(
+                batch, roles, updates=len(lesson.planned) * self._config.ppo_epochs, version=lesson.step
+            )
         if roles.has_reference:
             with self._clock.phase("reference"):
                 values = await roles.reference_logprobs(await asyncio.to_thread(training_rows, batch))
@@ -168,7 +191,8 @@ class Learner:
 
 
 async def _update(role: TrainRole, work: Iterator[Update], skipped: Skipped) -> tuple[list[UpdateResult], list[float]]:
-    """One update after the other; what came of each, and its learning rate. Raises TrainerError: too many in a row made no step."""
+    """One update after the other; what came of each, and its learning rate. Raises TrainerError: too many in a row made
+    no step."""
     results, rates = [], []
     async for update in _elsewhere(work):
         results.append(await role.update(update))
@@ -178,7 +202,8 @@ async def _update(role: TrainRole, work: Iterator[Update], skipped: Skipped) -> 
 
 
 async def _elsewhere(work: Iterator[Update]) -> AsyncIterator[Update]:
-    """The updates of an iterator, each made on another thread when it is asked for: all at once would hold every row of the step twice."""
+    """The updates of an iterator, each made on another thread when it is asked for: all at once would hold every row of
+    the step twice."""
     while (update := await asyncio.to_thread(next, work, None)) is not None:
         yield update
 
@@ -186,7 +211,7 @@ async def _elsewhere(work: Iterator[Update]) -> AsyncIterator[Update]:
 def _policy(config: RunConfig, role: Role) -> BatchAdjust:
     """The batch-adjust policy with the role's own U."""
     context = AdjustContext(unit=rows_per_update(role), rollout_batch_size=config.rollout_batch_size)
-    built: BatchAdjust = assembly.build("batch_adjust", config.batch_adjust_mode, context)
+    built: BatchAdjust = builders.build("batch_adjust", config.batch_adjust_mode, context)
     return built
 
 
@@ -194,7 +219,10 @@ def _clipped(played: Sequence[Trajectory], bound: float | None) -> list[Trajecto
     """The trajectories with the reward of every turn within ±bound; those that the loggers get keep theirs."""
     if bound is None:
         return list(played)
-    return [evolve(t, turns=tuple(evolve(turn, reward=float(np.clip(turn.reward, -bound, bound))) for turn in t.turns)) for t in played]
+    return [
+        evolve(t, turns=tuple(evolve(turn, reward=float(np.clip(turn.reward, -bound, bound))) for turn in t.turns))
+        for t in played
+    ]
 
 
 def _spread(batch: Batch, values: np.ndarray) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""The local runtime: every role in this process; a training strategy works on a thread of its own, so that the event loop stays free."""
+"""The local runtime: every role in this process; a training strategy works on a thread of its own, so that the event
+loop stays free."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ GRACE_SECONDS = 10.0
 
 
 class LocalRole(StrategyRole):
-    """A training strategy on its own daemon thread. Calls run one after the other; a call past the timeout ends the run by name."""
+    """A training strategy on its own daemon thread. Calls run one after the other; a call past the timeout ends the run
+    by name."""
 
     def __init__(self, role: str, timeout: float) -> None:
         self._role = role
@@ -43,7 +45,9 @@ class LocalRole(StrategyRole):
         """Build the strategy on a thread of its own."""
         role = cls(plan.role, timeout)
         try:
-            role._strategy = await role._submit(lambda: registry().build("train_strategy", plan.implementation, plan.config, plan.context), "start")
+            role._strategy = await role._submit(
+                lambda: registry().build("train_strategy", plan.implementation, plan.config, plan.context), "start"
+            )
         finally:
             if role._strategy is None:
                 role._work.put(None)
@@ -59,11 +63,15 @@ class LocalRole(StrategyRole):
         return await self._submit(lambda: work(strategy), method)
 
     async def _free(self, method: str) -> None:
-        """Wait for a call that was given up: until it ends, no other begins. Raises TrainerError where it does not, within the grace."""
+        """Wait for a call that was given up: until it ends, no other begins. Raises TrainerError where it does not,
+        within the grace."""
         try:
             await asyncio.wait_for(self._submit(lambda: None, method), GRACE_SECONDS)
         except TimeoutError as error:
-            raise TrainerError(f"{self._role}: {method} cannot begin, for an earlier call still runs. Fix: see what that one waits for.") from error
+            raise TrainerError(
+                f"{self._role}: {method} cannot begin, for an earlier call still runs. Fix: see what that one waits"
+                " for."
+            ) from error
         self._left_behind = False
 
     async def _submit(self, call: Callable[[], T], what: str) -> T:
@@ -81,7 +89,8 @@ class LocalRole(StrategyRole):
                 raise
             self._left_behind = True
             raise TrainerError(
-                f"{self._role}: {what} did not end within runtime_timeout = {self._timeout:g} s. Fix: raise runtime_timeout, or lower the batch."
+                f"{self._role}: {what} did not end within runtime_timeout = {self._timeout:g} s. Fix: raise"
+                " runtime_timeout, or lower the batch."
             ) from error
 
     def _serve(self) -> None:
@@ -96,7 +105,8 @@ class LocalRole(StrategyRole):
                 loop.call_soon_threadsafe(_settle, future, outcome, error)
 
     async def close(self) -> None:
-        """Close the strategy and end the thread; may be called twice. A strategy that is still in a call which was given up is left behind."""
+        """Close the strategy and end the thread; may be called twice. A strategy that is still in a call which was
+        given up is left behind."""
         try:
             if self._strategy is not None and not self._left_behind:
                 await super().close()
@@ -137,11 +147,15 @@ class LocalRuntime:
     async def serve(self, plan: ServePlan) -> InferenceBackend:
         """Build the sampling role, its environment variables set in this process until `close`."""
         self._set(plan.environment)
-        backend: InferenceBackend = registry().build("inference_backend", plan.implementation, plan.config, plan.context)
+        backend: InferenceBackend = registry().build(
+            "inference_backend", plan.implementation, plan.config, plan.context
+        )
         self._placed.append(backend)
         return backend
 
-    def executor(self, plans: Sequence[TagPlan], settings: RolloutSettings, chat: Chat | None, backend: InferenceBackend) -> None:
+    def executor(
+        self, plans: Sequence[TagPlan], settings: RolloutSettings, chat: Chat | None, backend: InferenceBackend
+    ) -> None:
         """None: episodes are played on this event loop."""
 
     def _set(self, environment: Mapping[str, str]) -> None:

@@ -39,7 +39,8 @@ class Outcome:
 
 @define(eq=False)
 class Loop:
-    """One training run whose roles are placed. Version v of the weights is what v steps have made of them: step v is played with it."""
+    """One training run whose roles are placed. Version v of the weights is what v steps have made of them: step v is
+    played with it."""
 
     config: RunConfig
     rollouts: RolloutSource
@@ -58,7 +59,8 @@ class Loop:
     """How many of them the loggers got."""
 
     async def run(self, first: int) -> Outcome:
-        """Train the steps from `first` to max_steps. Raises Interrupted after a stop, or what went wrong; what is done is saved in both cases."""
+        """Train the steps from `first` to max_steps. Raises Interrupted after a stop, or what went wrong; what is done
+        is saved in both cases."""
         self.done = self.logged = first
         values = dict[str, float]()
         try:
@@ -76,9 +78,12 @@ class Loop:
             return await self._finish(values, ran=first < self.config.max_steps)
         except Stopped:
             await self.saving.save(self.done)
-            raise Interrupted(f"stopped after {self.done} of {self.config.max_steps} steps; saved {self.progress.saved}") from None
+            raise Interrupted(
+                f"stopped after {self.done} of {self.config.max_steps} steps; saved {self.progress.saved}"
+            ) from None
         except Exception as error:
-            # An outage must not lose what Ctrl-C would have kept. In the middle of a step's updates the weights are of no version.
+            # An outage must not lose what Ctrl-C would have kept. In the middle of a step's updates the weights are of
+            # no version.
             if self.done > first and not self.learner.changing:
                 if self.logged < self.done:
                     self._log(self.done - 1, values)
@@ -116,7 +121,8 @@ class Loop:
         values |= metrics.throughput(values, self.clock, self.config.ppo_epochs)
 
     async def _finish(self, last: dict[str, float], ran: bool) -> Outcome:
-        """The final checkpoint, evaluation and report. A run resumed after its last step reports again and saves nothing."""
+        """The final checkpoint, evaluation and report. A run resumed after its last step reports again and saves
+        nothing."""
         step, output = self.config.max_steps, Path(self.config.output_dir)
         if ran:
             await self.saving.save(step)
@@ -129,7 +135,8 @@ class Loop:
         return Outcome(self.progress.saved, text, last)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
-        """Close the step's metrics: `values` gets what the clock and the system add, and the loggers get it at `logging_steps`."""
+        """Close the step's metrics: `values` gets what the clock and the system add, and the loggers get it at
+        `logging_steps`."""
         values |= {f"time/{name}": seconds for name, seconds in self.clock.take().items()} | metrics.system_metrics()
         self.progress.history.note(values)
         self.logged = step + 1

@@ -19,13 +19,15 @@ from turnwise.pipeline.clock import Clock
 class Reporting:
     """The tags of which some episode has reported `success`. There, an episode that reports none had none.
 
-    Many environments report it at the end alone, or only where it is true; a mean over those that report it would be 1 for random play.
+    Many environments report it at the end alone, or only where it is true; a mean over those that report it would be 1
+    for random play.
     """
 
     tags: set[str] = field(factory=set)
 
     def known(self, tags: Sequence[str], success: np.ndarray) -> np.ndarray:
-        """float64 [n]: `success` (NaN where an episode of `tags[i]` reported none) with 0 in place of NaN, but for tags that never report.
+        """float64 [n]: `success` (NaN where an episode of `tags[i]` reported none) with 0 in place of NaN, but for tags
+        that never report.
 
         Takes note of the tags that report here."""
         reported = ~np.isnan(success)
@@ -49,7 +51,8 @@ class Reporting:
 
 
 def batch_metrics(batch: Batch, reporting: Reporting | None = None) -> dict[str, float]:
-    """Scores, groups and lengths of a step, before training. `reporting`: the run's (None: these trajectories are all there are)."""
+    """Scores, groups and lengths of a step, before training. `reporting`: the run's (None: these trajectories are all
+    there are)."""
     table = batch.trajectories
     scores = table["scores"]
     out = {
@@ -118,7 +121,8 @@ def advantage_metrics(batch: Batch, normalization: RewardNormalization | None = 
 
 
 def _rewards(batch: Batch, normalization: RewardNormalization | None) -> np.ndarray:
-    """The scores as the estimator normalises them (as they are, where it normalises turns instead); near 0 on average in a healthy run."""
+    """The scores as the estimator normalises them (as they are, where it normalises turns instead); near 0 on average
+    in a healthy run."""
     if normalization is None or normalization.grouping == "traj_id":
         return batch.trajectories["scores"]
     return normalise_scores(batch, normalization)
@@ -142,8 +146,11 @@ def update_metrics(results: Sequence[UpdateResult], prefix: str = "policy") -> d
     return out
 
 
-def evaluation_metrics(trajectories: Sequence[Trajectory], planned: dict[str, int], reporting: Reporting | None = None) -> dict[str, float]:
-    """Score, success and turns per tag and over all; `val/<tag>/failed` is the share of planned episodes that failed to play."""
+def evaluation_metrics(
+    trajectories: Sequence[Trajectory], planned: dict[str, int], reporting: Reporting | None = None
+) -> dict[str, float]:
+    """Score, success and turns per tag and over all; `val/<tag>/failed` is the share of planned episodes that failed to
+    play."""
     reporting = reporting or Reporting()
     reporting.of(trajectories)
     out: dict[str, float] = {}
@@ -160,13 +167,18 @@ def environment_metrics(trajectories: Sequence[Trajectory], reporting: Reporting
     by_tag: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         by_tag.setdefault(trajectory.tag, []).append(trajectory)
-    return {f"env/{tag}/{name}": value for tag, mine in by_tag.items() for name, value in _summary(mine, reporting).items()}
+    return {
+        f"env/{tag}/{name}": value for tag, mine in by_tag.items() for name, value in _summary(mine, reporting).items()
+    }
 
 
 def throughput(values: Mapping[str, float], clock: Clock, epochs: int) -> dict[str, float]:
     """Tokens per second of a step: trained, each once an epoch, and sampled."""
     trained, sampled = values.get("tokens/total", 0.0) * epochs, values.get("tokens/sampled", 0.0)
-    return {"tps/actor_train": trained / max(clock.seconds("actor_train"), 1e-9), "tps/rollout": sampled / max(clock.seconds("rollout"), 1e-9)}
+    return {
+        "tps/actor_train": trained / max(clock.seconds("actor_train"), 1e-9),
+        "tps/rollout": sampled / max(clock.seconds("rollout"), 1e-9),
+    }
 
 
 def system_metrics() -> dict[str, float]:
@@ -177,7 +189,10 @@ def system_metrics() -> dict[str, float]:
 
 def _summary(trajectories: Sequence[Trajectory], reporting: Reporting) -> dict[str, float]:
     success = reporting.of(trajectories)
-    out = {"score/mean": _mean([t.score for t in trajectories]), "turns/mean": _mean([len(t.turns) for t in trajectories])}
+    out = {
+        "score/mean": _mean([t.score for t in trajectories]),
+        "turns/mean": _mean([len(t.turns) for t in trajectories]),
+    }
     if len(reported := success[~np.isnan(success)]):
         out["success"] = _mean(reported)
     roles = sorted({t.role for t in trajectories} - {""})

@@ -1,4 +1,5 @@
-"""Where the log-probs of the policy that sampled come from: the sampler, the new ones detached, or a pass of the trainer."""
+"""Where the log-probs of the policy that sampled come from: the sampler, the new ones detached, or a pass of the
+trainer."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from turnwise.config.relations import loss_capabilities
 from turnwise.config.schema import RunConfig
+from turnwise.config.updates import loss_capabilities
 from turnwise.data.batch import Batch
 from turnwise.data.rows import Rows
 from turnwise.errors import ConfigError
@@ -27,15 +28,17 @@ class Answers(Protocol):
 class OldLogProbs:
     """`recompute_old_logprobs: auto | true | false`.
 
-    auto: the sampler's where they are the trainer's own (shared weights in fp32, every token of the current version); else the
-    new ones detached, without a pass, if the step has exactly one update and nothing else reads them; else recomputed.
+    auto: the sampler's where they are the trainer's own (shared weights in fp32, every token of the current version);
+    else the new ones detached, without a pass, if the step has exactly one update and nothing else reads them; else
+    recomputed.
     """
 
     def __init__(self, config: RunConfig, *, shared: bool) -> None:
         self.recomputed = False
         """Whether those of the latest batch are from a pass of the trainer, so that the sampler's can be compared with them."""
         self._mode = config.recompute_old_logprobs
-        # In 16 bits decoding from a cache rounds otherwise than a pass over the row, on CPUs too: those are another policy's by some per cent.
+        # In 16 bits decoding from a cache rounds otherwise than a pass over the row, on CPUs too: those are another
+        # policy's by some per cent.
         self._own = shared and config.actor_train.model_args.dtype == "fp32"
         self._correction = config.train_infer_correction is not None and config.train_infer_correction.active
         self._read_beside = config.init_kl_coef > 0 or self._correction
@@ -56,11 +59,14 @@ class OldLogProbs:
         return batch.with_tokens(old_log_probs=column)
 
     def choose(self, batch: Batch, updates: int, version: int) -> str:
-        """`sampler`, `detached` or `recompute`. Raises ConfigError where the sampler's are needed and there are none, and where a correction
-        would compare the sampler's with themselves."""
+        """`sampler`, `detached` or `recompute`. Raises ConfigError where the sampler's are needed and there are none,
+        and where a correction would compare the sampler's with themselves."""
         if self._sampler_needed_by and not batch.has_infer_log_probs:
             who, fix = self._sampler_needed_by
-            raise ConfigError(f"{who} needs the sampler's log-probs, and it gave none for some tokens (truncation by top_p, top_k?). Fix: {fix}.")
+            raise ConfigError(
+                f"{who} needs the sampler's log-probs, and it gave none for some tokens (truncation by top_p, top_k?)."
+                f" Fix: {fix}."
+            )
         # A token of an earlier version has log-probs that are not those of the current weights.
         current = bool((batch.tokens["versions"][batch.sampled] == version).all())
         if self._mode == "false" or (self._mode == "auto" and self._own and batch.has_infer_log_probs and current):

@@ -14,8 +14,8 @@ from turnwise.planning import resume
 
 @define(eq=False)
 class Progress:
-    """How far a run is, also for whoever reads of its failure. `saved`: the newest checkpoint, which is after `saved_step` steps; `first`: the
-    first step of this process, None until it can train."""
+    """How far a run is, also for whoever reads of its failure. `saved`: the newest checkpoint, which is after
+    `saved_step` steps; `first`: the first step of this process, None until it can train."""
 
     saved: Path | None = None
     saved_step: int = -1
@@ -26,7 +26,9 @@ class Progress:
     def take_up(self, start: resume.Checkpoint, max_steps: int) -> None:
         """The run goes on from here. Raises CheckpointError for a checkpoint after more steps than the run has."""
         if start.step > max_steps:
-            raise CheckpointError(f"{start.folder} is after step {start.step}, max_steps is {max_steps}. Fix: raise max_steps.")
+            raise CheckpointError(
+                f"{start.folder} is after step {start.step}, max_steps is {max_steps}. Fix: raise max_steps."
+            )
         self.saved, self.saved_step = start.folder, start.step
         self.history = History.from_plain(start.state["history"])
         self.reporting = Reporting.from_plain(start.state.get("reporting", ()))  # an earlier version kept none

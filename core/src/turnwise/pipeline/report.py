@@ -1,4 +1,5 @@
-"""The report at the end of a run: evaluation before and after beside the baselines, the learning rate, metrics out of their healthy range."""
+"""The report at the end of a run: evaluation before and after beside the baselines, the learning rate, metrics out of
+their healthy range."""
 
 from __future__ import annotations
 
@@ -75,7 +76,9 @@ def write(folder: Path, config: RunConfig, history: History, saved: Path | None)
     if history.rates:
         parts.append(_learning_rate(history.rates))
     parts += [f"![{name}]({name})" for name in _pictures(config)]
-    marks = unhealthy(history.last, config, history.first, max((max(r[1:]) for r in history.rates.values()), default=None))
+    marks = unhealthy(
+        history.last, config, history.first, max((max(r[1:]) for r in history.rates.values()), default=None)
+    )
     if marks:
         parts.append("Outside their healthy range at the end:\n" + "\n".join(f"- {line}" for line in marks))
     if saved is not None:
@@ -89,7 +92,10 @@ def _learning_rate(rates: Mapping[int, Sequence[float]]) -> str:
     """A picture and a table of the rates that the updates had."""
     steps = sorted(rates)
     updates = sum(int(rates[p][0]) for p in steps)
-    shown = sorted({steps[round(i * (len(steps) - 1) / (ROWS - 1))] for i in range(ROWS)} | {max(steps, key=lambda p: max(rates[p][1:]))})
+    shown = sorted(
+        {steps[round(i * (len(steps) - 1) / (ROWS - 1))] for i in range(ROWS)}
+        | {max(steps, key=lambda p: max(rates[p][1:]))}
+    )
     lines = [
         f"Learning rate of {updates:,} updates in {len(steps):,} steps, {min(min(rates[p][1:]) for p in steps):.4g} to "
         f"{max(max(rates[p][1:]) for p in steps):.4g}:",
@@ -102,7 +108,8 @@ def _learning_rate(rates: Mapping[int, Sequence[float]]) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
-    """At most `width` bars from 0 to the largest of `values` (not negative, at least one), each the mean of neighbours."""
+    """At most `width` bars from 0 to the largest of `values` (not negative, at least one), each the mean of
+    neighbours."""
     columns = min(width, len(values))
     cuts = [round(i * len(values) / columns) for i in range(columns + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
@@ -130,7 +137,10 @@ def _evaluation_table(history: History) -> str:
     rows += list(history.baselines.items())
     wanted = ("success", "score/mean", "turns/mean")
     columns = [n for n in rows[0][1] if n.startswith("val/") and n.count("/") >= 2 and n.split("/", 2)[2] in wanted]
-    lines = ["| player | " + " | ".join(c.removeprefix("val/") for c in columns) + " |", "|---|" + "---:|" * len(columns)]
+    lines = [
+        "| player | " + " | ".join(c.removeprefix("val/") for c in columns) + " |",
+        "|---|" + "---:|" * len(columns),
+    ]
     for name, values in rows:
         cells = [f"{values[c]:.3f}" if c in values else "–" for c in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")

@@ -1,4 +1,5 @@
-"""What a run places: the model's folder and chat, the roles, the transport between two of them, and who shares devices with whom."""
+"""What a run places: the model's folder and chat, the roles, the transport between two of them, and who shares devices
+with whom."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ log = logging.getLogger("turnwise")
 
 @frozen(eq=False)
 class Roles:
-    """The placed roles. `reference` None with `has_reference`: the actor is its own, with its adapters off. `transport`: how weights go from
-    the actor to the backend."""
+    """The placed roles. `reference` None with `has_reference`: the actor is its own, with its adapters off.
+    `transport`: how weights go from the actor to the backend."""
 
     chat: Chat
     actor: TrainRole
@@ -42,7 +43,8 @@ class Roles:
 
     @property
     def watched(self) -> list[TrainRole]:
-        """The roles whose end the pipeline notices while it waits for something else; a backend's end is an error of its requests."""
+        """The roles whose end the pipeline notices while it waits for something else; a backend's end is an error of
+        its requests."""
         return list(_placed(actor_train=self.actor, reference=self.reference, critic=self.critic).values())
 
     async def logprobs(self, rows: Rows) -> np.ndarray:
@@ -66,9 +68,11 @@ class Roles:
         return await self.critic.values(rows)
 
 
-async def place(config: RunConfig, base: Path, runtime: Runtime, *, critic: bool, tokenizer: Path | None = None) -> Roles:
-    """Prepare the model and place every role that the run needs. `critic`: whether the estimator asks for values; `tokenizer`: as in
-    ModelSourceContext. Raises ConfigError where
+async def place(
+    config: RunConfig, base: Path, runtime: Runtime, *, critic: bool, tokenizer: Path | None = None
+) -> Roles:
+    """Prepare the model and place every role that the run needs. `critic`: whether the estimator asks for values;
+    `tokenizer`: as in ModelSourceContext. Raises ConfigError where
     actor and backend have no transport in common, and what a role raises while it is built."""
     _log_given(config)
     with boundary(f"model_source {config.model_source.name!r}", PluginError):
@@ -98,7 +102,11 @@ def _log_given(config: RunConfig) -> None:
     for name in ("actor_train", "actor_infer"):
         numbers = ", ".join(map(str, found[name]))
         if numbers and not assembly.role_of(config, name).device_mapping:
-            turns = " in turns with actor_train" if name == "actor_infer" and set(found[name]) & set(found["actor_train"]) else ""
+            turns = (
+                " in turns with actor_train"
+                if name == "actor_infer" and set(found[name]) & set(found["actor_train"])
+                else ""
+            )
             log.info("%s names no device_mapping: device %s%s", name, numbers, turns)
 
 

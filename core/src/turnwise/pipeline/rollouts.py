@@ -12,11 +12,12 @@ from turnwise.rollout import Scheduler, mock
 
 
 class RolloutSource(Protocol):
-    """The source of a run's training episodes. The loop asks for one step after the other; what is played ahead of it is the source's affair."""
+    """The source of a run's training episodes. The loop asks for one step after the other; what is played ahead of it
+    is the source's affair."""
 
     async def next(self, step: int, version: int) -> RolloutResult:
-        """The episodes of pipeline step `step`, while the backend serves the weights of `version`. Raises EngineError, EnvironmentFailure past
-        `max_env_failure_rate`, ConfigError for rollouts that cannot be read or written."""
+        """The episodes of pipeline step `step`, while the backend serves the weights of `version`. Raises EngineError,
+        EnvironmentFailure past `max_env_failure_rate`, ConfigError for rollouts that cannot be read or written."""
         ...
 
     async def settled(self, version: int) -> None:
@@ -45,8 +46,8 @@ class RolloutSource(Protocol):
 
 
 class Live:
-    """Episodes are played by the scheduler, those of a step when they are asked for. So nothing plays between two calls of `next`: weights may
-    change and an evaluation may begin at any time then, without a word to the scheduler."""
+    """Episodes are played by the scheduler, those of a step when they are asked for. So nothing plays between two calls
+    of `next`: weights may change and an evaluation may begin at any time then, without a word to the scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -118,7 +119,8 @@ class Dumped:
         """Raises CheckpointError where groups wait that were played: the files hold others."""
         if state.get("queue") != []:
             raise CheckpointError(
-                "the checkpoint holds groups that were played and not trained, and rollout_mock reads others. Fix: resume without rollout_mock."
+                "the checkpoint holds groups that were played and not trained, and rollout_mock reads others. Fix:"
+                " resume without rollout_mock."
             )
 
     async def close(self) -> None:

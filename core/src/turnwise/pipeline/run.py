@@ -1,4 +1,5 @@
-"""One training run from its configuration to its outcome: the roles are placed, the rooms opened, a checkpoint taken up, the loop run."""
+"""One training run from its configuration to its outcome: the roles are placed, the rooms opened, a checkpoint taken
+up, the loop run."""
 
 from __future__ import annotations
 
@@ -21,14 +22,17 @@ from turnwise.pipeline.progress import Progress
 from turnwise.pipeline.saving import Saving
 from turnwise.pipeline.tracking import Tracking
 from turnwise.pipeline.weights import WeightSync
-from turnwise.planning import assembly, resume
+from turnwise.planning import assembly, builders, resume
 from turnwise.rollout import Scheduler, mock
 
 
 class Pipeline:
-    """One training run. `base` is the folder of the YAML, `plain` the resolved configuration for loggers and checkpoints."""
+    """One training run. `base` is the folder of the YAML, `plain` the resolved configuration for loggers and
+    checkpoints."""
 
-    def __init__(self, config: RunConfig, base: Path, plain: Mapping[str, Any]) -> None:  # Any: a configuration as YAML has it
+    def __init__(
+        self, config: RunConfig, base: Path, plain: Mapping[str, Any]
+    ) -> None:  # Any: a configuration as YAML has it
         self.config = assembly.with_seed_files(config, base)
         self.base = base
         self.plain = plain
@@ -37,7 +41,8 @@ class Pipeline:
         self._stop = asyncio.Event()
 
     async def run(self) -> Outcome:
-        """Train to max_steps. Raises TurnwiseError (one line; `self.progress.saved` is the newest checkpoint) or Interrupted."""
+        """Train to max_steps. Raises TurnwiseError (one line; `self.progress.saved` is the newest checkpoint) or
+        Interrupted."""
         # First of all: a checkpoint that cannot be read leaves nothing behind.
         start = resume.to_resume(self.config.resume_from_checkpoint, self.folders.checkpoints)
         if start is not None:
@@ -54,10 +59,14 @@ class Pipeline:
                 self.progress.first = await self._begin(loop, start)
                 return await loop.run(self.progress.first)
 
-    async def _open(self, runtime: Runtime, tracking: Tracking, opened: contextlib.AsyncExitStack, start: resume.Checkpoint | None) -> Loop:
+    async def _open(
+        self, runtime: Runtime, tracking: Tracking, opened: contextlib.AsyncExitStack, start: resume.Checkpoint | None
+    ) -> Loop:
         """Place the roles and build every room around them."""
         config, clock = self.config, Clock()
-        estimator: AdvantageEstimator = assembly.build("advantage_estimator", config.adv_estimator, EstimatorContext(seed=config.seed))
+        estimator: AdvantageEstimator = builders.build(
+            "advantage_estimator", config.adv_estimator, EstimatorContext(seed=config.seed)
+        )
         known = declared(EstimatorCapabilities, config.adv_estimator.name, config.adv_estimator.config)
         # A recipe would number the tokens anew, and the weights know the old numbers.
         tokenizer = None if start is None else start.folder / "model"
@@ -68,7 +77,11 @@ class Pipeline:
         learner = Learner(config, placed, estimator, clock, kl_coef, self.progress.reporting)
         source = self._source(placed, runtime)
         opened.push_async_callback(source.close)
-        evaluator = self._scheduler(placed, runtime, evaluation=True) if config.val_env_manager is not None and config.eval_steps else None
+        evaluator = (
+            self._scheduler(placed, runtime, evaluation=True)
+            if config.val_env_manager is not None and config.eval_steps
+            else None
+        )
         if evaluator is not None:
             opened.push_async_callback(evaluator.close)
         return Loop(
@@ -93,7 +106,9 @@ class Pipeline:
         return rollouts.Dumping(scheduler, self.config) if mock.dumps(self.config) else rollouts.Live(scheduler)
 
     def _scheduler(self, placed: roles.Roles, runtime: Runtime, *, evaluation: bool) -> Scheduler:
-        return assembly.scheduler(self.config, self.base, placed.backend, placed.chat, evaluation=evaluation, runtime=runtime)
+        return assembly.scheduler(
+            self.config, self.base, placed.backend, placed.chat, evaluation=evaluation, runtime=runtime
+        )
 
     async def _begin(self, loop: Loop, start: resume.Checkpoint | None) -> int:
         """Take up `start`, and publish the first weights; the first step to train."""

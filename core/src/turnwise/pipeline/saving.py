@@ -26,7 +26,8 @@ SLEEP_SECONDS = 60.0
 
 
 class Saving:
-    """Writes and reads the run's checkpoints. `plain`: the resolved configuration, which they hold, so that a resumed run can be compared."""
+    """Writes and reads the run's checkpoints. `plain`: the resolved configuration, which they hold, so that a resumed
+    run can be compared."""
 
     def __init__(
         self,
@@ -48,7 +49,8 @@ class Saving:
         return done < self._config.max_steps and bool(self._config.save_steps) and done % self._config.save_steps == 0
 
     async def restore(self, start: resume.Checkpoint | None) -> int:
-        """Load what `start` holds and return the first step to train; checkpoints of other runs are moved out of the way."""
+        """Load what `start` holds and return the first step to train; checkpoints of other runs are moved out of the
+        way."""
         first = 0
         if start is not None:
             for name, role in self._roles.with_state.items():
@@ -76,12 +78,15 @@ class Saving:
             await self._roles.colocation.sampling()
 
     async def rescue(self, done: int, error: Exception) -> None:
-        """Save for a run that ends with `error`, unless that was tried. A failure to do so is a warning: the error stays the one that counts."""
+        """Save for a run that ends with `error`, unless that was tried. A failure to do so is a warning: the error
+        stays the one that counts."""
         if done in (self._progress.saved_step, self._tried):
             return
         log.warning("the run fails (%s); first, the weights after %d steps are saved", type(error).__name__, done)
         try:
-            with contextlib.suppress(Exception):  # a backend that is gone, or hangs, is often what went wrong: it needs its devices no more
+            with contextlib.suppress(
+                Exception
+            ):  # a backend that is gone, or hangs, is often what went wrong: it needs its devices no more
                 async with asyncio.timeout(SLEEP_SECONDS):
                     await self._roles.colocation.sleep()
             await self._checkpoint(done)

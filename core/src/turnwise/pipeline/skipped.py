@@ -11,7 +11,8 @@ log = logging.getLogger("turnwise")
 
 
 class Skipped:
-    """Counts a role's skipped updates in a row, from step to step; a checkpoint does not hold it. `limit`: as many are borne."""
+    """Counts a role's skipped updates in a row, from step to step; a checkpoint does not hold it. `limit`: as many are
+    borne."""
 
     def __init__(self, role: str, limit: int) -> None:
         self._role, self._limit, self._row = role, limit, 0
@@ -24,7 +25,8 @@ class Skipped:
         found = f"loss {result.loss:g}, gradient norm {result.grad_norm:g}, learning rate {update.lr:g}"
         if self._row > self._limit:
             raise TrainerError(
-                f"{self._row} update(s) of {self._role} in a row made no step, for loss or gradient were not finite (the last: {found}). "
-                "Fix: a lower learning_rate, model_args.dtype: fp32, or a larger max_skipped_updates"
+                f"{self._row} update(s) of {self._role} in a row made no step, for loss or gradient were not finite"
+                f" (the last: {found}). Fix: a lower learning_rate, model_args.dtype: fp32, or a larger"
+                " max_skipped_updates"
             )
         log.warning("an update of %s made no step, for its loss or gradient is not finite (%s)", self._role, found)

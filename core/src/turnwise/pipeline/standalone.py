@@ -17,12 +17,20 @@ from turnwise.contracts.rollout import RolloutResult
 from turnwise.devices import visible_gpus
 from turnwise.errors import ConfigError
 from turnwise.pipeline import metrics
-from turnwise.planning import assembly, resume
+from turnwise.planning import assembly, builders, resume
 from turnwise.plugins import registry
 
 
-def with_tasks(config: RunConfig, *, episodes: int | None = None, tag: str | None = None, split: str = "val", seed: int | None = None) -> RunConfig:
-    """The configuration whose `val_env_manager` plays what was asked for: `split` train or val, one tag, a number of tasks, a seed."""
+def with_tasks(
+    config: RunConfig,
+    *,
+    episodes: int | None = None,
+    tag: str | None = None,
+    split: str = "val",
+    seed: int | None = None,
+) -> RunConfig:
+    """The configuration whose `val_env_manager` plays what was asked for: `split` train or val, one tag, a number of
+    tasks, a seed."""
     manager = config.val_env_manager if split == "val" else config.train_env_manager
     if manager is None:
         raise ConfigError(
@@ -45,13 +53,26 @@ def _resized(manager: EnvManagerConfig, episodes: int) -> EnvManagerConfig:
     partition = tuple(share + (i < rest) for i in range(len(manager.tags)))
     # A tag without an episode is left out: its environment need not be there.
     kept = [(t, n) for t, n in zip(manager.tags, partition) if n]
-    return evolve(manager, num_env_groups=episodes, group_size=1, tags=tuple(t for t, _ in kept), num_groups_partition=tuple(n for _, n in kept))
+    return evolve(
+        manager,
+        num_env_groups=episodes,
+        group_size=1,
+        tags=tuple(t for t, _ in kept),
+        num_groups_partition=tuple(n for _, n in kept),
+    )
 
 
 def for_debugging(config: RunConfig) -> RunConfig:
-    """One episode on this thread, without timeouts, retries or tolerance, so that a breakpoint in the environment works."""
+    """One episode on this thread, without timeouts, retries or tolerance, so that a breakpoint in the environment
+    works."""
     assert config.val_env_manager is not None
-    manager = evolve(_resized(config.val_env_manager, 1), step_timeout=math.inf, reset_timeout=math.inf, max_env_retries=0, max_env_failure_rate=0.0)
+    manager = evolve(
+        _resized(config.val_env_manager, 1),
+        step_timeout=math.inf,
+        reset_timeout=math.inf,
+        max_env_retries=0,
+        max_env_failure_rate=0.0,
+    )
     inline = {tag: evolve(env, step="inline") for tag, env in config.custom_envs.items()}
     infer = evolve(config.actor_infer, request_timeout=math.inf)
     return evolve(config, val_env_manager=manager, custom_envs=inline, actor_infer=infer)
@@ -62,7 +83,9 @@ def patient(config: RunConfig) -> RunConfig:
     return evolve(config, actor_infer=evolve(config.actor_infer, request_timeout=math.inf))
 
 
-async def play(config: RunConfig, base: Path, *, player: Choice | None, model: str | None, render: int = 0) -> RolloutResult:
+async def play(
+    config: RunConfig, base: Path, *, player: Choice | None, model: str | None, render: int = 0
+) -> RolloutResult:
     """Play the tasks of `val_env_manager` with a player, or with the model of a checkpoint, a folder, or `pretrain`."""
     with contextlib.nullcontext() if model is None else model_folder(model, config) as folder:
         backend, chat = await _opponent(assembly.with_seed_files(config, base), base, player, folder)
@@ -76,10 +99,12 @@ async def play(config: RunConfig, base: Path, *, player: Choice | None, model: s
             await backend.close()
 
 
-async def _opponent(config: RunConfig, base: Path, player: Choice | None, model: Path | None) -> tuple[InferenceBackend, Chat | None]:
+async def _opponent(
+    config: RunConfig, base: Path, player: Choice | None, model: Path | None
+) -> tuple[InferenceBackend, Chat | None]:
     opponent = player or (config.actor_infer.strategy_args if model is None else None)
     if opponent is not None and registry().find("inference_backend", opponent.name).target().input == "messages":
-        return assembly.player(opponent, config.val_seed), None
+        return builders.player(opponent, config.val_seed), None
     if player is not None:
         config = evolve(config, actor_infer=evolve(config.actor_infer, strategy_args=player))
     source = assembly.model_source(config, base)
@@ -88,13 +113,16 @@ async def _opponent(config: RunConfig, base: Path, player: Choice | None, model:
     plan = assembly.serve_plan(config, folder, chat)
     # Here the driver is the role's process, and an engine reads its variables when it is imported or built.
     os.environ.update(plan.environment)
-    context = evolve(plan.context, devices=_devices(config), lora=None, updates=False)  # nobody sends adapters: they are in the exported weights
+    context = evolve(
+        plan.context, devices=_devices(config), lora=None, updates=False
+    )  # nobody sends adapters: they are in the exported weights
     backend: InferenceBackend = registry().build("inference_backend", plan.implementation, plan.config, context)
     return backend, chat
 
 
 def _devices(config: RunConfig) -> tuple[int, ...]:
-    """Those of an engine that is built in this process and has the machine for itself: the role's own, else the first there is."""
+    """Those of an engine that is built in this process and has the machine for itself: the role's own, else the first
+    there is."""
     capabilities = assembly.runtime_capabilities(config)
     named = config.actor_infer.device_mapping if capabilities.counts_devices else ()
     first = capabilities.gpus and not assembly.backend_capabilities(config).attached
@@ -103,7 +131,8 @@ def _devices(config: RunConfig) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def model_folder(named: str, config: RunConfig) -> Iterator[Path]:
-    """The Hugging Face folder that is meant: `latest` (the newest checkpoint of the run), a checkpoint, or a model folder.
+    """The Hugging Face folder that is meant: `latest` (the newest checkpoint of the run), a checkpoint, or a model
+    folder.
 
     A run that trains meanwhile leaves a checkpoint that is held here where it is."""
     checkpoints, folder = assembly.Folders.of(config).checkpoints, None if named == "latest" else Path(named)

@@ -41,7 +41,10 @@ class Tracking:
         if lines and not self._failures_reported:
             self._failures_reported = True
             log.warning(
-                "%s: %d attempts failed, the first: %s. Later ones are counted, and logged in run.log", where, len(lines), lines[0].rstrip(".")
+                "%s: %d attempts failed, the first: %s. Later ones are counted, and logged in run.log",
+                where,
+                len(lines),
+                lines[0].rstrip("."),
             )
 
     def resume(self, step: int) -> None:
@@ -65,5 +68,7 @@ class Tracking:
                 log.warning("logger %s failed in %s and is switched off: %s", name, method, one_line(error))
                 self._loggers.remove(item)
                 if method != "close":
-                    with contextlib.suppress(Exception, SystemExit):  # it was reported once; this is only to release its files
+                    with contextlib.suppress(
+                        Exception, SystemExit
+                    ):  # it was reported once; this is only to release its files
                         logger.close()

@@ -30,22 +30,32 @@ def coefficient(value: float | CoefRange, step: int, max_steps: int) -> float:
 
 
 def plan_step(batch: Batch, adjust: BatchAdjust, seed: int, step: int) -> list[PlannedUpdate]:
-    """One epoch of updates over the batch's rows; rows of filtered trajectories are left out, the trajectories still count."""
+    """One epoch of updates over the batch's rows; rows of filtered trajectories are left out, the trajectories still
+    count."""
     owner = batch.samples["trajectory"]
     rows = np.arange(len(batch.samples), dtype=np.int64)
     rows = rows[trains(batch)[owner]]
-    planned = adjust.plan(AdjustInput(trajectory=owner[rows], trajectories=len(batch.trajectories), seed=derive(seed, "adjust", step)))
+    planned = adjust.plan(
+        AdjustInput(trajectory=owner[rows], trajectories=len(batch.trajectories), seed=derive(seed, "adjust", step))
+    )
     return [PlannedUpdate(rows=rows[u.rows], weights=u.weights) for u in planned]
 
 
-def updates(batch: Batch, planned: list[PlannedUpdate], config: RunConfig, role: Role, step: int, kl_coef: float) -> Iterator[Update]:
-    """The step's updates in order, each with its coefficients and its own learning rate. Epochs permute whole updates by seed."""
+def updates(
+    batch: Batch, planned: list[PlannedUpdate], config: RunConfig, role: Role, step: int, kl_coef: float
+) -> Iterator[Update]:
+    """The step's updates in order, each with its coefficients and its own learning rate. Epochs permute whole updates
+    by seed."""
     schedule = schedule_of(role, config.max_steps)
     everything = training_rows(batch)
     total = config.ppo_epochs * len(planned)
     for epoch in range(config.ppo_epochs):
         # The first epoch keeps the policy's order; whole updates are permuted, so each keeps its denominators.
-        order = np.random.default_rng(derive(config.seed, "epoch", step, epoch)).permutation(len(planned)) if epoch else range(len(planned))
+        order = (
+            np.random.default_rng(derive(config.seed, "epoch", step, epoch)).permutation(len(planned))
+            if epoch
+            else range(len(planned))
+        )
         for position, which in enumerate(order):
             k = epoch * len(planned) + position
             yield Update(
@@ -57,7 +67,8 @@ def updates(batch: Batch, planned: list[PlannedUpdate], config: RunConfig, role:
 
 
 def training_rows(batch: Batch) -> Rows:
-    """All rows with every token column; beside them the trajectory's score, group and, where there are advantages, their mean over it."""
+    """All rows with every token column; beside them the trajectory's score, group and, where there are advantages,
+    their mean over it."""
     owner = batch.tokens["trajectory"]
     table = batch.trajectories
     columns = {"scores": table["scores"][owner], "group": table["group"][owner]}

@@ -27,7 +27,8 @@ class WeightSync:
         self._pausing, self._passing = config.runtime_timeout, config.actor_infer.weight_sync_timeout
 
     async def publish(self, version: int) -> None:
-        """From now on the backend samples with `version`; one that gave up its devices is woken for it. Raises as `update`."""
+        """From now on the backend samples with `version`; one that gave up its devices is woken for it. Raises as
+        `update`."""
         roles = self._roles
         if not self._started and roles.colocation.shares(SAMPLER):
             # An engine takes a share of the memory that is free when it starts: it starts alone.
@@ -36,9 +37,19 @@ class WeightSync:
             roles.colocation.started()
         self._started = True
         await roles.colocation.meet()
-        with boundary(f"actor_infer: the weight update to version {version}", EngineError):  # a trainer's end is an error of its role already
+        with boundary(
+            f"actor_infer: the weight update to version {version}", EngineError
+        ):  # a trainer's end is an error of its role already
             leave = roles.colocation.sampling
-            await update(roles.actor, roles.backend, roles.transport, version, leave, pausing=self._pausing, passing=self._passing)
+            await update(
+                roles.actor,
+                roles.backend,
+                roles.transport,
+                version,
+                leave,
+                pausing=self._pausing,
+                passing=self._passing,
+            )
 
 
 async def update(
@@ -51,12 +62,14 @@ async def update(
     pausing: float,
     passing: float,
 ) -> None:
-    """Weights of `version` from the trainer to the backend, between two tokens; the version is verified. `leave`: the trainer makes room for
-    what the backend samples with.
+    """Weights of `version` from the trainer to the backend, between two tokens; the version is verified. `leave`: the
+    trainer makes room for what the backend samples with.
 
-    Raises EngineError or TrainerError; also when the backend needs more than `pausing` seconds to pause, or the weights more than `passing`.
+    Raises EngineError or TrainerError; also when the backend needs more than `pausing` seconds to pause, or the weights
+    more than `passing`.
     """
-    # Before an offer waits for its readers, and before they are counted: an engine that is not up starts here, one that died is noticed.
+    # Before an offer waits for its readers, and before they are counted: an engine that is not up starts here, one that
+    # died is noticed.
     await _paused(backend, version, pausing)
     try:
         async with asyncio.timeout(passing):
@@ -70,7 +83,9 @@ async def update(
             async with asyncio.timeout(GRACE_SECONDS):
                 await backend.resume()
         if isinstance(error, TimeoutError):
-            raise EngineError(f"the weight update to version {version} took over weight_sync_timeout = {passing:g} s") from error
+            raise EngineError(
+                f"the weight update to version {version} took over weight_sync_timeout = {passing:g} s"
+            ) from error
         raise
     if now != version:
         raise EngineError(f"the backend serves version {now} after the weight update to {version}")
@@ -81,12 +96,15 @@ async def _paused(backend: InferenceBackend, version: int, seconds: float) -> No
         async with asyncio.timeout(seconds):
             await backend.pause()
     except TimeoutError as error:
-        raise EngineError(f"the backend did not pause for version {version} within runtime_timeout = {seconds:g} s") from error
+        raise EngineError(
+            f"the backend did not pause for version {version} within runtime_timeout = {seconds:g} s"
+        ) from error
 
 
 async def deliver(trainer: TrainRole, backend: InferenceBackend, offer: Offer) -> int:
-    """Let the trainer send `offer` and the backend receive it; returns the version that it serves. Raises what the first side to fail raised,
-    but rather a trainer's OutOfMemory, of which a backend notices only that nothing more comes.
+    """Let the trainer send `offer` and the backend receive it; returns the version that it serves. Raises what the
+    first side to fail raised, but rather a trainer's OutOfMemory, of which a backend notices only that nothing more
+    comes.
 
     The other is then given up: a trainer would wait for a backend that never comes as long as an update may take.
     """
@@ -102,10 +120,13 @@ async def deliver(trainer: TrainRole, backend: InferenceBackend, offer: Offer) -
     finally:
         sent.cancel()
         received.cancel()
-        await asyncio.wait([sent, received], timeout=GRACE_SECONDS)  # a role knows of the call that was given up before it is asked to save
+        await asyncio.wait(
+            [sent, received], timeout=GRACE_SECONDS
+        )  # a role knows of the call that was given up before it is asked to save
 
 
 async def _received(backend: InferenceBackend, offer: Offer) -> int:
-    """The version that the backend then serves. The boundary stands inside the task: what leaves a task reaches the event loop first."""
+    """The version that the backend then serves. The boundary stands inside the task: what leaves a task reaches the
+    event loop first."""
     with boundary("actor_infer: receive", EngineError):
         return await backend.receive(offer)

@@ -1,1 +1,2 @@
-"""What can be known before a start: what is wrong or missing, what the run will need, its batches, updates and rates; and what the run asks of it."""
+"""What can be known before a start: what is wrong or missing, what the run will need, its batches, updates and rates;
+and what the run asks of it."""

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve
 
-from turnwise.config.relations import token_budget
 from turnwise.config.schema import Choice, CustomEnv, EnvManagerConfig, ModelArgs, Role, RunConfig
+from turnwise.config.updates import token_budget
 from turnwise.contracts.chat import Chat, Message, ModelSource, ModelSourceContext
 from turnwise.contracts.env_manager import Limits, ManagerContext
 from turnwise.contracts.inference import BackendCapabilities, GeneratingArgs, InferenceBackend, InferenceContext
@@ -21,56 +21,10 @@ from turnwise.declared import declared
 from turnwise.devices import visible_gpus
 from turnwise.errors import ConfigError, PluginError
 from turnwise.planning import placement
-from turnwise.plugins import registry
+from turnwise.planning.builders import EnvironmentBuilder, ManagerBuilder, PlayerBuilder, build, config_of
 from turnwise.rollout import Scheduler
 from turnwise.rollout.texts import environment_texts
 from turnwise.rollout.trial import number_of_tasks
-
-
-@frozen
-class EnvironmentBuilder:
-    """Builds one environment by name, in any process: it declares the run's plugins first."""
-
-    name: str
-    options: Mapping[str, Any] = field(factory=dict)
-    plugins: tuple[str, ...] = ()
-    base: str = "."
-
-    def __call__(self) -> Any:
-        """A new environment."""
-        known = registry()
-        known.declare(self.plugins, Path(self.base))
-        return known.build("environment", self.name, self.options)
-
-
-@frozen
-class ManagerBuilder:
-    """Builds the environment manager of a tag by name, in any process: it declares the run's plugins first."""
-
-    choice: Choice
-    context: ManagerContext
-    plugins: tuple[str, ...] = ()
-    base: str = "."
-
-    def __call__(self) -> Any:
-        """A new manager."""
-        registry().declare(self.plugins, Path(self.base))
-        return build("env_manager", self.choice, self.context)
-
-
-@frozen
-class PlayerBuilder:
-    """Builds a player by name, in any process: it declares the run's plugins first."""
-
-    choice: Choice
-    seed: int
-    plugins: tuple[str, ...] = ()
-    base: str = "."
-
-    def __call__(self) -> InferenceBackend:
-        """A new player."""
-        registry().declare(self.plugins, Path(self.base))
-        return player(self.choice, self.seed)
 
 
 @define
@@ -96,18 +50,15 @@ class Folders:
         )
 
 
-def build(kind: str, choice: Choice, context: Any) -> Any:
-    """Build a chosen implementation."""
-    return registry().build(kind, choice.name, _config(choice), context)
-
-
 def tag_plans(config: RunConfig, manager: EnvManagerConfig, args: GeneratingArgs, base: Path) -> list[TagPlan]:
     """What is played for training or evaluation: one plan per tag, with its environments, manager and limits."""
     plans = []
     for tag, groups in zip(manager.tags, manager.num_groups_partition, strict=True):
         env = config.custom_envs[tag]
         builder = EnvironmentBuilder(env.env_type, env.env_config, config.plugins, str(base))
-        managed = ManagerBuilder(env.env_manager, ManagerContext(tag=tag, max_turns=env.max_steps), config.plugins, str(base))
+        managed = ManagerBuilder(
+            env.env_manager, ManagerContext(tag=tag, max_turns=env.max_steps), config.plugins, str(base)
+        )
         plans.append(
             TagPlan(
                 tag=tag,
@@ -119,7 +70,10 @@ def tag_plans(config: RunConfig, manager: EnvManagerConfig, args: GeneratingArgs
                 group_size=manager.group_size,
                 step=env.step,
                 max_concurrent_steps=env.max_env_step_concurrent,
-                samplers={name: PlayerBuilder(choice, config.seed, config.plugins, str(base)) for name, choice in env.samplers.items()},
+                samplers={
+                    name: PlayerBuilder(choice, config.seed, config.plugins, str(base))
+                    for name, choice in env.samplers.items()
+                },
                 # Asked of an environment that is built for it: the tasks have to be known before an episode is.
                 num_tasks=number_of_tasks(builder, tag, env.env_type, env.env_config, manager.reset_timeout),
             )
@@ -138,10 +92,16 @@ def limits(config: RunConfig, env: CustomEnv, args: GeneratingArgs) -> Limits:
 
 
 def scheduler(
-    config: RunConfig, base: Path, backend: InferenceBackend, chat: Chat | None, *, evaluation: bool, runtime: Runtime | None = None
+    config: RunConfig,
+    base: Path,
+    backend: InferenceBackend,
+    chat: Chat | None,
+    *,
+    evaluation: bool,
+    runtime: Runtime | None = None,
 ) -> Scheduler:
-    """The rollout scheduler of training, or of evaluation with its own seed, tasks and generating arguments. Episodes are played by the
-    workers of `runtime` where it has any."""
+    """The rollout scheduler of training, or of evaluation with its own seed, tasks and generating arguments. Episodes
+    are played by the workers of `runtime` where it has any."""
     manager = config.val_env_manager if evaluation else config.train_env_manager
     assert manager is not None
     args = manager.generating_args or config.actor_infer.generating_args
@@ -165,11 +125,16 @@ def scheduler(
 
 
 def model_source(config: RunConfig, base: Path, tokenizer: Path | None = None) -> ModelSource:
-    """The source that prepares `pretrain`; a recipe takes `tokenizer` (a checkpoint's), or asks for the environments' texts and makes one."""
+    """The source that prepares `pretrain`; a recipe takes `tokenizer` (a checkpoint's), or asks for the environments'
+    texts and makes one."""
     folders = Folders.of(config)
     trust = config.trust_remote_code
     context = ModelSourceContext(
-        cache=folders.cache, seed=config.seed, texts=lambda: texts(config, base), trust_remote_code=trust, tokenizer=tokenizer
+        cache=folders.cache,
+        seed=config.seed,
+        texts=lambda: texts(config, base),
+        trust_remote_code=trust,
+        tokenizer=tokenizer,
     )
     source: ModelSource = build("model_source", config.model_source, context)
     return source
@@ -202,7 +167,8 @@ def inference_context(config: RunConfig, model: Path | None, chat: Chat | None) 
 
 
 def train_context(config: RunConfig, role: Role, name: str, model: Path) -> TrainContext:
-    """What a training role is built with. The reference shares the actor's settings of the model where it has none of its own."""
+    """What a training role is built with. The reference shares the actor's settings of the model where it has none of
+    its own."""
     args = role.training_args
     return TrainContext(
         model=model,
@@ -236,7 +202,9 @@ def lora(args: ModelArgs) -> Lora | None:
     """The adapters that a role trains, if it does; alpha defaults to the rank (a scale of 1)."""
     if args.lora_rank is None:
         return None
-    return Lora(args.lora_rank, args.lora_rank if args.lora_alpha is None else args.lora_alpha, args.lora_target, args.lora_sync)
+    return Lora(
+        args.lora_rank, args.lora_rank if args.lora_alpha is None else args.lora_alpha, args.lora_target, args.lora_sync
+    )
 
 
 def adapters_alone(config: RunConfig) -> Lora | None:
@@ -260,7 +228,7 @@ def train_plan(config: RunConfig, name: str, model: Path) -> TrainPlan:
     role = role_of(config, name)
     choice = _strategy(role, name)
     context = train_context(config, role, name, model)
-    return TrainPlan(name, choice.name, _config(choice), context, context.devices, role.system_envs)
+    return TrainPlan(name, choice.name, config_of(choice), context, context.devices, role.system_envs)
 
 
 def serve_plan(config: RunConfig, model: Path, chat: Chat | None) -> ServePlan:
@@ -268,50 +236,52 @@ def serve_plan(config: RunConfig, model: Path, chat: Chat | None) -> ServePlan:
     role, name = config.actor_infer, "actor_infer"
     choice = _strategy(role, name)
     context = inference_context(config, model, chat)
-    return ServePlan(name, choice.name, _config(choice), context, context.devices, role.system_envs)
+    return ServePlan(name, choice.name, config_of(choice), context, context.devices, role.system_envs)
 
 
 def _strategy(role: Role, name: str) -> Choice:
     if role.strategy_args is None:
-        raise ConfigError(f"$.{name}.strategy_args is missing. Fix: name a strategy, as in strategy_args: {{strategy_name: torch}}.")
+        raise ConfigError(
+            f"$.{name}.strategy_args is missing. Fix: name a strategy, as in strategy_args: {{strategy_name: torch}}."
+        )
     return role.strategy_args
-
-
-def _config(choice: Choice) -> Any:
-    """The structured config of a choice, or its plain options where the implementation has no config class."""
-    return choice.config if choice.config is not None else (choice.options or None)
 
 
 def runtime(config: RunConfig, base: Path) -> Runtime:
     """The runtime that places the roles."""
     # Absolute: a process of the runtime may start in another folder, and looks there for the plugins' files.
-    context = RuntimeContext(timeout=config.runtime_timeout, seed=config.seed, plugins=config.plugins, base=str(base.absolute()))
+    context = RuntimeContext(
+        timeout=config.runtime_timeout, seed=config.seed, plugins=config.plugins, base=str(base.absolute())
+    )
     built: Runtime = build("runtime", config.runtime, context)
     return built
 
 
-def player(choice: Choice, seed: int) -> InferenceBackend:
-    """An inference backend that needs no model folder: a player."""
-    backend: InferenceBackend = build("inference_backend", choice, InferenceContext(model=None, chat=None, seed=seed))
-    return backend
-
-
 def loggers(config: RunConfig, plain: Mapping[str, Any]) -> list[tuple[str, Logger]]:
     """The chosen loggers in the YAML's order, with their names."""
-    context = LoggerContext(folder=Path(config.output_dir), exp_name=config.exp_name, max_steps=config.max_steps, config=plain)
+    context = LoggerContext(
+        folder=Path(config.output_dir), exp_name=config.exp_name, max_steps=config.max_steps, config=plain
+    )
     return [(choice.name, build("logger", choice, context)) for choice in config.track_with]
 
 
 def with_seed_files(config: RunConfig, base: Path) -> RunConfig:
-    """The configuration with a relative local `pretrain` folder made absolute against the YAML's folder, if it is one there."""
-    if isinstance(config.pretrain, str) and not Path(config.pretrain).is_absolute() and (base / config.pretrain).is_dir():
+    """The configuration with a relative local `pretrain` folder made absolute against the YAML's folder, if it is one
+    there."""
+    if (
+        isinstance(config.pretrain, str)
+        and not Path(config.pretrain).is_absolute()
+        and (base / config.pretrain).is_dir()
+    ):
         return evolve(config, pretrain=str(base / config.pretrain))
     return config
 
 
 def planned_episodes(manager: EnvManagerConfig) -> dict[str, int]:
     """Episodes per tag of one evaluation."""
-    return {tag: groups * manager.group_size for tag, groups in zip(manager.tags, manager.num_groups_partition, strict=True)}
+    return {
+        tag: groups * manager.group_size for tag, groups in zip(manager.tags, manager.num_groups_partition, strict=True)
+    }
 
 
 def role_of(config: RunConfig, name: str) -> Role:
@@ -325,17 +295,23 @@ def role_of(config: RunConfig, name: str) -> Role:
 
 
 def devices(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """The devices of every role, those that the runtime will give to a role without `device_mapping` included; () for a role without any."""
+    """The devices of every role, those that the runtime will give to a role without `device_mapping` included; () for a
+    role without any."""
     named = {name: role_of(config, name).device_mapping for name in ("actor_train", "actor_infer", "reference")}
     if config.critic is not None:
         named["critic"] = config.critic.device_mapping
-    return placement.effective(named, runtime_capabilities(config), visible_gpus(), attached=backend_capabilities(config).attached)
+    return placement.effective(
+        named, runtime_capabilities(config), visible_gpus(), attached=backend_capabilities(config).attached
+    )
 
 
 def is_its_own_reference(config: RunConfig) -> bool:
-    """Whether a reference is needed, and is the actor with its adapters off: one of its own would load the same model in the same way."""
+    """Whether a reference is needed, and is the actor with its adapters off: one of its own would load the same model
+    in the same way."""
     actor, reference = config.actor_train, role_of(config, "reference")
-    same = all(getattr(actor, key) == getattr(reference, key) for key in ("strategy_args", "model_args", "device_mapping"))
+    same = all(
+        getattr(actor, key) == getattr(reference, key) for key in ("strategy_args", "model_args", "device_mapping")
+    )
     return needs_reference(config) and actor.model_args.lora_rank is not None and same
 
 
@@ -353,9 +329,12 @@ def runtime_capabilities(config: RunConfig) -> RuntimeCapabilities:
 
 
 def backend_capabilities(config: RunConfig) -> BackendCapabilities:
-    """What the sampler's backend declares; the defaults where it cannot be asked, which is reported where it is named."""
+    """What the sampler's backend declares; the defaults where it cannot be asked, which is reported where it is
+    named."""
     choice = config.actor_infer.strategy_args
     try:
-        return declared(BackendCapabilities, choice.name, choice.config) if choice is not None else BackendCapabilities()
+        return (
+            declared(BackendCapabilities, choice.name, choice.config) if choice is not None else BackendCapabilities()
+        )
     except PluginError:
         return BackendCapabilities()

@@ -1,4 +1,5 @@
-"""Whether the model's chat template writes earlier turns as the model wrote them: short episodes of a random player, before training."""
+"""Whether the model's chat template writes earlier turns as the model wrote them: short episodes of a random player,
+before training."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ ROOM = Limits(sequence_length=2**20, max_new_tokens=4096, max_tokens_per_step=40
 
 
 class _Writer(Player):
-    """Chooses among the legal actions by the request's seed, and writes `before` and its choice in tokens, closed as a model closes its turn."""
+    """Chooses among the legal actions by the request's seed, and writes `before` and its choice in tokens, closed as a
+    model closes its turn."""
 
     input: Literal["ids", "messages"] = "ids"
 
@@ -48,14 +50,19 @@ class _Writer(Player):
 def drift_warnings(config: RunConfig, base: Path) -> list[str]:
     """One line for each training tag whose manager can look for drift and finds it with this model's chat template.
 
-    Only for a model folder: nothing is fetched or made here. The template is tried with responses of an action alone, then with thinking
-    before it, which many templates leave out of earlier turns. Raises ConfigError for a folder without a usable chat template.
+    Only for a model folder: nothing is fetched or made here. The template is tried with responses of an action alone,
+    then with thinking before it, which many templates leave out of earlier turns. Raises ConfigError for a folder
+    without a usable chat template.
     """
     config = assembly.with_seed_files(config, base)
     folder = Path(config.pretrain) if isinstance(config.pretrain, str) else None
     if folder is None or not folder.is_dir():
         return []
-    custom = {tag: (env, option) for tag, env in config.custom_envs.items() if (option := manager_capabilities(env).drift_option)}
+    custom = {
+        tag: (env, option)
+        for tag, env in config.custom_envs.items()
+        if (option := manager_capabilities(env).drift_option)
+    }
     # The option is for this try alone: whether the run itself looks for drift is the user's choice.
     watching = {
         tag: evolve(env, env_manager=evolve(env.env_manager, config=evolve(env.env_manager.config, **{option: True})))
@@ -72,10 +79,20 @@ def drift_warnings(config: RunConfig, base: Path) -> list[str]:
 
 def _tried(plan: TagPlan, chat: Chat, config: RunConfig) -> list[str]:
     where = f"custom_envs.{plan.tag}.env_manager"
-    for before, how in (("", "responses of an action alone"), (THINKING, "responses with <think>…</think> before the action")):
+    for before, how in (
+        ("", "responses of an action alone"),
+        (THINKING, "responses with <think>…</think> before the action"),
+    ):
         try:
             turns = asyncio.run(
-                _played(evolve(plan, groups=1, group_size=1, limits=evolve(ROOM, max_turns=min(TURNS, plan.limits.max_turns))), chat, before, config)
+                _played(
+                    evolve(
+                        plan, groups=1, group_size=1, limits=evolve(ROOM, max_turns=min(TURNS, plan.limits.max_turns))
+                    ),
+                    chat,
+                    before,
+                    config,
+                )
             )
         except TurnwiseError as error:
             return [f"{where}: whether the chat template drifts could not be tried: {error}"]
@@ -84,17 +101,22 @@ def _tried(plan: TagPlan, chat: Chat, config: RunConfig) -> list[str]:
             found = turns[drifting[0]].extras["drift"]
             numbers = ", ".join(map(str, drifting))
             return [
-                f"{where}: the chat template writes earlier turns otherwise than they were sampled: the prompts of turns {numbers} "
-                f"of {len(turns)} differ ({how}), first {found['used']!r} where the template writes {found['rendered']!r}. "
-                "Training keeps the sampled tokens; a server that renders messages would not. "
-                "Fix: serve tokens, train with env_manager: stepwise, or change the template."
+                f"{where}: the chat template writes earlier turns otherwise than they were sampled: the prompts of"
+                f" turns {numbers} of {len(turns)} differ ({how}), first {found['used']!r} where the template writes"
+                f" {found['rendered']!r}. Training keeps the sampled tokens; a server that renders messages would not."
+                " Fix: serve tokens, train with env_manager: stepwise, or change the template."
             ]
     return []
 
 
 async def _played(plan: TagPlan, chat: Chat, before: str, config: RunConfig) -> Sequence[Turn]:
     manager = config.train_env_manager
-    settings = RolloutSettings(seed=config.seed, step_timeout=manager.step_timeout, reset_timeout=manager.reset_timeout, max_env_failure_rate=0.5)
+    settings = RolloutSettings(
+        seed=config.seed,
+        step_timeout=manager.step_timeout,
+        reset_timeout=manager.reset_timeout,
+        max_env_failure_rate=0.5,
+    )
     scheduler = Scheduler([plan], settings, _Writer(chat, before), chat)
     try:
         played = await scheduler.next_batch(0, version=0)

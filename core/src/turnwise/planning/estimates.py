@@ -1,4 +1,5 @@
-"""What a run will need, estimated: tokens, memory per role and phase, disk, time. Arithmetic on the configuration and a model's facts."""
+"""What a run will need, estimated: tokens, memory per role and phase, disk, time. Arithmetic on the configuration and a
+model's facts."""
 
 from __future__ import annotations
 
@@ -8,12 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.relations import rows_per_update, strategy_capabilities, token_budget
 from turnwise.config.schema import Choice, Role, RunConfig
+from turnwise.config.updates import rows_per_update, strategy_capabilities, token_budget
 from turnwise.contracts.batch_adjust import AdjustContext
 from turnwise.data.numbers import BYTES
 from turnwise.errors import ConfigError, PluginError
-from turnwise.planning.assembly import backend_capabilities, build, is_its_own_reference, needs_reference, planned_episodes, role_of
+from turnwise.planning.assembly import (
+    backend_capabilities,
+    build,
+    is_its_own_reference,
+    needs_reference,
+    planned_episodes,
+    role_of,
+)
 from turnwise.planning.facts import ModelFacts, find_config, read_facts
 from turnwise.planning.plan import rows_per_step
 from turnwise.plugins import registry
@@ -30,10 +38,14 @@ FULL = 0.9
 """Share of a device past which an estimate is reported: allocators and engines need the rest."""
 
 
-def estimates(config: RunConfig, base: Path, *, device_gb: float = DEVICE_GB, earlier: Path | None = None) -> dict[str, Any]:
-    """Everything estimated, as plain data. `memory` and what depends on it are None where the model's facts are not known.
+def estimates(
+    config: RunConfig, base: Path, *, device_gb: float = DEVICE_GB, earlier: Path | None = None
+) -> dict[str, Any]:
+    """Everything estimated, as plain data. `memory` and what depends on it are None where the model's facts are not
+    known.
 
-    `earlier`: the output folder of a run, whose phase times give `time` (None without it). Raises ConfigError for one without metrics."""
+    `earlier`: the output folder of a run, whose phase times give `time` (None without it). Raises ConfigError for one
+    without metrics."""
     path = find_config(config.pretrain, base)
     facts = read_facts(path) if path is not None else None
     tokens = tokens_per_step(config)
@@ -50,7 +62,8 @@ def estimates(config: RunConfig, base: Path, *, device_gb: float = DEVICE_GB, ea
 
 
 def tokens_per_step(config: RunConfig) -> dict[str, int]:
-    """The most tokens of a step: `sampled`, and `trained` (prompts and observations included), by the limits of turns and lengths."""
+    """The most tokens of a step: `sampled`, and `trained` (prompts and observations included), by the limits of turns
+    and lengths."""
     manager = config.train_env_manager
     longest = (manager.generating_args or config.actor_infer.generating_args).max_new_tokens
     # The most that the limits allow: how long episodes get is known only when they are played.
@@ -63,7 +76,8 @@ def tokens_per_step(config: RunConfig) -> dict[str, int]:
 
 
 def main_memory(config: RunConfig, facts: ModelFacts | None, tokens: int) -> dict[str, int]:
-    """Bytes of the batch in main memory by what they hold, at most; `images` of a model that reads them, as if every token were of one."""
+    """Bytes of the batch in main memory by what they hold, at most; `images` of a model that reads them, as if every
+    token were of one."""
     models = 1 + needs_reference(config) + (config.critic is not None)
     out = {name: width * tokens for name, width in CPU_BYTES_PER_TOKEN.items()}
     out["log_probs"] *= models
@@ -73,7 +87,8 @@ def main_memory(config: RunConfig, facts: ModelFacts | None, tokens: int) -> dic
 
 
 def updates_by_policy(config: RunConfig) -> dict[str, list[int]]:
-    """Updates of a step under every installed batch-adjust policy: with the fewest and with the most rows that the turns may give."""
+    """Updates of a step under every installed batch-adjust policy: with the fewest and with the most rows that the
+    turns may give."""
     context = AdjustContext(rows_per_update(config.actor_train), config.rollout_batch_size)
     out = {}
     for entry in registry().entries("batch_adjust"):
@@ -86,20 +101,26 @@ def updates_by_policy(config: RunConfig) -> dict[str, list[int]]:
 
 
 def memory(config: RunConfig, facts: ModelFacts, device: int) -> list[dict[str, Any]]:
-    """Bytes on one device by role and phase, in the order in which the roles run; `cpu`: bytes that it keeps in main memory instead.
+    """Bytes on one device by role and phase, in the order in which the roles run; `cpu`: bytes that it keeps in main
+    memory instead.
 
-    `images`, of a model that reads them and not in the total: the most that pictures and their tower add, as if every token were of one.
+    `images`, of a model that reads them and not in the total: the most that pictures and their tower add, as if every
+    token were of one.
     """
     out: list[dict[str, Any]] = [{"role": "actor_infer", "phase": "sampling", **_sampling(config, facts, device)}]
     trained = {"actor_train": True, "critic": True, "reference": False}
     for name in ("reference", "actor_train", "critic"):
-        if (name == "reference" and (not needs_reference(config) or is_its_own_reference(config))) or (name == "critic" and config.critic is None):
+        if (name == "reference" and (not needs_reference(config) or is_its_own_reference(config))) or (
+            name == "critic" and config.critic is None
+        ):
             continue
         # A reference computes log-probs alone: no gradients, no optimizer.
         phase = "training" if trained[name] else "log-probs"
         out.append({"role": name, "phase": phase, **_training(config, role_of(config, name), facts, trained[name])})
     for line in out:
-        line["total"] = sum(line.get(part, 0) for part in ("weights", "gradients", "optimizer", "activations", "kv_cache"))
+        line["total"] = sum(
+            line.get(part, 0) for part in ("weights", "gradients", "optimizer", "activations", "kv_cache")
+        )
     return out
 
 
@@ -110,18 +131,29 @@ def _sampling(config: RunConfig, facts: ModelFacts, device: int) -> dict[str, in
     if (count := backend_capabilities(config).memory) is not None:
         return dict(count({"parameters": facts.parameters, "dtype": dtype, "device_bytes": device}))
     alive = min(config.rollout_batch_size, config.train_env_manager.max_env_num_per_worker or config.rollout_batch_size)
-    return {"weights": facts.parameters * BYTES[dtype], "kv_cache": alive * config.sequence_length * facts.kv_bytes(dtype)}
+    return {
+        "weights": facts.parameters * BYTES[dtype],
+        "kv_cache": alive * config.sequence_length * facts.kv_bytes(dtype),
+    }
 
 
 def _training(config: RunConfig, role: Role, facts: ModelFacts, trainable: bool) -> dict[str, int]:
     """As the strategy's config class counts, with the activations of the largest micro-batch."""
     dtype = role.model_args.dtype
-    rows = role.training_args.per_device_train_batch_size if trainable else role.infer_batch_size or role.training_args.per_device_train_batch_size
+    rows = (
+        role.training_args.per_device_train_batch_size
+        if trainable
+        else role.infer_batch_size or role.training_args.per_device_train_batch_size
+    )
     budget = token_budget(config, role, "train" if trainable else "infer")
     tokens = budget if budget is not None else rows * config.sequence_length
     # fp32 and their gradient: 4 bytes each.
     logits = 2 * 4 * min(LOGITS_CHUNK, tokens * facts.vocabulary)
-    recomputed = facts.activation_bytes(tokens, dtype, kept=False) if trainable else facts.activation_bytes(tokens, dtype, kept=True) // facts.layers
+    recomputed = (
+        facts.activation_bytes(tokens, dtype, kept=False)
+        if trainable
+        else facts.activation_bytes(tokens, dtype, kept=True) // facts.layers
+    )
     kept = facts.activation_bytes(tokens, dtype, kept=True) if trainable else recomputed
     wanted = kept if role.model_args.disable_gradient_checkpointing else recomputed
     asked = {
@@ -142,32 +174,46 @@ def _training(config: RunConfig, role: Role, facts: ModelFacts, trainable: bool)
 
 
 def disk(config: RunConfig, facts: ModelFacts | None, tokens: Mapping[str, int]) -> dict[str, int | None]:
-    """Bytes of a checkpoint (fp32 masters and two moments of each trained role, and the export) and, at most, of a step's dump."""
+    """Bytes of a checkpoint (fp32 masters and two moments of each trained role, and the export) and, at most, of a
+    step's dump."""
     checkpoint = None
     if facts is not None:
         trained = 2 if config.critic is not None else 1
         checkpoint = trained * 12 * facts.parameters + BYTES[config.actor_train.model_args.dtype] * facts.parameters
     prompts = max(0, tokens["trained"] - tokens["sampled"])
-    return {"checkpoint": checkpoint, "dumped_step": DUMP_BYTES["prompt"] * prompts + DUMP_BYTES["sampled"] * tokens["sampled"]}
+    return {
+        "checkpoint": checkpoint,
+        "dumped_step": DUMP_BYTES["prompt"] * prompts + DUMP_BYTES["sampled"] * tokens["sampled"],
+    }
 
 
 def times(config: RunConfig, earlier: Path) -> dict[str, Any]:
-    """Seconds by phase, averaged over an earlier run's steps, and the total that they give for this one. Raises ConfigError without metrics."""
+    """Seconds by phase, averaged over an earlier run's steps, and the total that they give for this one. Raises
+    ConfigError without metrics."""
     path = earlier if earlier.is_file() else earlier / "metrics.jsonl"
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         steps = [line for line in lines if "time/step" in line]
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"--from {earlier}: {path} cannot be read ({error}). Fix: the output_dir of a run that was tracked with jsonl.") from error
+        raise ConfigError(
+            f"--from {earlier}: {path} cannot be read ({error}). Fix: the output_dir of a run that was tracked with"
+            " jsonl."
+        ) from error
     if not steps:
-        raise ConfigError(f"--from {earlier}: {path} holds no time/step. Fix: the output_dir of a run that finished a step.")
+        raise ConfigError(
+            f"--from {earlier}: {path} holds no time/step. Fix: the output_dir of a run that finished a step."
+        )
     apart = {"step", "eval", "save"}
     # Evaluations and saves come at a rhythm of their own, and `step` would count the other phases twice.
     names = sorted({key.removeprefix("time/") for line in steps for key in line if key.startswith("time/")} - apart)
     phases = {name: sum(line.get(f"time/{name}") or 0.0 for line in steps) / len(steps) for name in names}
     played = [line["time/eval"] for line in lines if line.get("time/eval")]
     saved = [line["time/save"] for line in lines if line.get("time/save")]
-    evaluations = math.ceil(config.max_steps / config.eval_steps) + config.eval_at_end if config.eval_steps and config.val_env_manager else 0
+    evaluations = (
+        math.ceil(config.max_steps / config.eval_steps) + config.eval_at_end
+        if config.eval_steps and config.val_env_manager
+        else 0
+    )
     saves = 1 + ((config.max_steps - 1) // config.save_steps if config.save_steps else 0)
     one_evaluation, one_save = (sum(x) / len(x) if x else 0.0 for x in (played, saved))
     a_step = sum(phases.values())
@@ -188,14 +234,20 @@ def warnings(values: Mapping[str, Any], config: RunConfig) -> list[str]:
         if not role.device_mapping or line["total"] <= FULL * values["device_gb"] * 1e9 or line["phase"] == "sampling":
             continue
         rows = role.training_args.per_device_train_batch_size
-        lower = f"lower per_device_train_batch_size ({rows}; raise gradient_accumulation_steps) or sequence_length ({config.sequence_length})"
+        lower = (
+            f"lower per_device_train_batch_size ({rows}; raise gradient_accumulation_steps) or sequence_length"
+            f" ({config.sequence_length})"
+        )
         out.append(
-            f"{line['role']}: about {line['total'] / 1e9:.0f} GB in {line['phase']} is too much for a device of {values['device_gb']:g} GB. "
-            f"Fix: {lower}, shard or offload"
+            f"{line['role']}: about {line['total'] / 1e9:.0f} GB in {line['phase']} is too much for a device of"
+            f" {values['device_gb']:g} GB. Fix: {lower}, shard or offload"
         )
     sampling = next((line for line in values["memory"] or () if line["phase"] == "sampling"), None)
     if sampling is not None and sampling.get("kv_cache") == 0:
-        out.append(f"actor_infer: the weights leave no room for a KV cache on a device of {values['device_gb']:g} GB. Fix: more tensor parallelism")
+        out.append(
+            f"actor_infer: the weights leave no room for a KV cache on a device of {values['device_gb']:g} GB. Fix:"
+            " more tensor parallelism"
+        )
     return out
 
 
@@ -204,13 +256,18 @@ def render(values: Mapping[str, Any]) -> str:
     tokens = values["tokens_per_step"]
     lines = []
     if any(low != high for low, high in values["updates_by_policy"].values()):  # where turns are rows
-        spread = ", ".join(f"{name} {low:,}" + (f" to {high:,}" if low != high else "") for name, (low, high) in values["updates_by_policy"].items())
+        spread = ", ".join(
+            f"{name} {low:,}" + (f" to {high:,}" if low != high else "")
+            for name, (low, high) in values["updates_by_policy"].items()
+        )
         lines.append(("by policy", f"updates a step: {spread}"))
     lines.append(("tokens", f"at most {tokens['sampled']:,} sampled and {tokens['trained']:,} trained a step"))
     if values["model"] is None:
         lines.append(("memory", "unknown: no config.json of the model that is counted here"))
     else:
-        lines.append(("model", f"{values['model']['parameters'] / 1e9:.3g} billion parameters ({values['model']['config']})"))
+        lines.append(
+            ("model", f"{values['model']['parameters'] / 1e9:.3g} billion parameters ({values['model']['config']})")
+        )
         lines += [("memory" if i == 0 else "", _memory_line(line)) for i, line in enumerate(values["memory"])]
     cpu = values["cpu"]
     lines.append(("main memory", ", ".join(f"{name} {_bytes(size)}" for name, size in cpu.items()) + ", at most"))
@@ -220,7 +277,15 @@ def render(values: Mapping[str, Any]) -> str:
     if values["time"] is not None:
         spent = values["time"]
         phases = ", ".join(f"{name} {seconds:.2g}" for name, seconds in spent["phases"].items())
-        lines.append(("time", f"{_duration(spent['total'])}; a step {spent['step']:.3g} s ({phases}), an evaluation {spent['evaluation']:.3g} s"))
+        lines.append(
+            (
+                "time",
+                (
+                    f"{_duration(spent['total'])}; a step {spent['step']:.3g} s ({phases}), an evaluation"
+                    f" {spent['evaluation']:.3g} s"
+                ),
+            )
+        )
     return "\n".join(f"{name:<14} {text}" for name, text in lines)
 
 

@@ -1,4 +1,5 @@
-"""What a model's config.json gives without its weights: parameters, and the bytes of a token in the KV cache, in training, and of an image."""
+"""What a model's config.json gives without its weights: parameters, and the bytes of a token in the KV cache, in
+training, and of an image."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ KNOWN = (*BIASED, *QK_NORMED, "llama", "mistral")
 
 @frozen
 class ImageFacts:
-    """An image tower by its sizes. A token of the prompt that stands for a piece of an image is `patches` patches of `side`² pixels, of which
-    the tower reads `values` numbers each (all channels, and the frames that a patch spans)."""
+    """An image tower by its sizes. A token of the prompt that stands for a piece of an image is `patches` patches of
+    `side`² pixels, of which the tower reads `values` numbers each (all channels, and the frames that a patch spans)."""
 
     parameters: int
     hidden: int
@@ -35,8 +36,8 @@ class ImageFacts:
         return self.patches * self.side**2 * 3
 
     def device_bytes(self, tokens: int, dtype: str, *, trainable: bool, kept: bool) -> int:
-        """At most, for `tokens` tokens all of images: the patches in fp32, and what the tower keeps (as `ModelFacts.activation_bytes`);
-        without gradients the activations of one layer."""
+        """At most, for `tokens` tokens all of images: the patches in fp32, and what the tower keeps (as
+        `ModelFacts.activation_bytes`); without gradients the activations of one layer."""
         layer = 6 * self.hidden + 2 * self.hidden + 3 * self.intermediate
         inside = layer if not trainable else self.layers * layer if kept else self.layers * self.hidden + layer
         return tokens * self.patches * (4 * self.values + inside * BYTES[dtype])
@@ -44,7 +45,8 @@ class ImageFacts:
 
 @frozen
 class ModelFacts:
-    """A dense decoder by its sizes; `image`: its image tower. `kv_heads` and `head` give the width of keys and values."""
+    """A dense decoder by its sizes; `image`: its image tower. `kv_heads` and `head` give the width of keys and
+    values."""
 
     hidden: int
     intermediate: int
@@ -64,7 +66,11 @@ class ModelFacts:
     def parameters(self) -> int:
         """Every weight once: embeddings (twice unless tied), layers, the final norm, and the image tower."""
         query, value = self.heads * self.head, self.kv_heads * self.head
-        attention = self.hidden * (2 * query + 2 * value) + (query + 2 * value) * self.attention_bias + self.hidden * self.output_bias
+        attention = (
+            self.hidden * (2 * query + 2 * value)
+            + (query + 2 * value) * self.attention_bias
+            + self.hidden * self.output_bias
+        )
         mlp = 3 * self.hidden * self.intermediate + (2 * self.intermediate + self.hidden) * self.mlp_bias
         layer = attention + mlp + 2 * self.hidden + 2 * self.head * self.qk_norm
         embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
@@ -77,8 +83,9 @@ class ModelFacts:
     def activation_bytes(self, tokens: int, dtype: str, *, kept: bool) -> int:
         """An estimate of what a forward pass keeps for the backward pass over `tokens` tokens of one micro-batch.
 
-        A layer keeps the inputs of its two norms and two blocks (4·hidden), queries, keys, values and the attention's output, and gate,
-        up and their product (3·intermediate); recomputed (`kept` False), every layer keeps its input and one layer keeps all that.
+        A layer keeps the inputs of its two norms and two blocks (4·hidden), queries, keys, values and the attention's
+        output, and gate, up and their product (3·intermediate); recomputed (`kept` False), every layer keeps its input
+        and one layer keeps all that.
         """
         width = BYTES[dtype]
         layer = 4 * self.hidden + 2 * self.heads * self.head + 2 * self.kv_heads * self.head + 3 * self.intermediate
@@ -87,7 +94,8 @@ class ModelFacts:
 
 
 def find_config(pretrain: Any, base: Path) -> Path | None:
-    """The config.json of `pretrain`: in its folder (also beside the YAML), else among the facts that ship in examples/models, by the model's name."""
+    """The config.json of `pretrain`: in its folder (also beside the YAML), else among the facts that ship in
+    examples/models, by the model's name."""
     if not isinstance(pretrain, str):
         return None
     name = pretrain.rstrip("/").rpartition("/")[2]

@@ -1,4 +1,5 @@
-"""On which devices each role of a run lives. Placement, colocation, transport and preflight all ask here: none of them knows more."""
+"""On which devices each role of a run lives. Placement, colocation, transport and preflight all ask here: none of them
+knows more."""
 
 from __future__ import annotations
 
@@ -10,11 +11,15 @@ from turnwise.contracts.runtime import RuntimeCapabilities
 Devices = tuple[int, ...]
 
 
-def effective(named: Mapping[str, Devices], runtime: RuntimeCapabilities, visible: int, *, attached: bool = False) -> dict[str, Devices]:
-    """The devices of every role in `named`, which holds their `device_mapping`: the numbers that are written, else those that the runtime gives.
+def effective(
+    named: Mapping[str, Devices], runtime: RuntimeCapabilities, visible: int, *, attached: bool = False
+) -> dict[str, Devices]:
+    """The devices of every role in `named`, which holds their `device_mapping`: the numbers that are written, else
+    those that the runtime gives.
 
-    `visible`: GPUs of this machine; `attached`: the sampler uses an engine that runs already, and no device here. A role without numbers gets
-    devices that no role names; where none are left the sampler takes turns with the actor. Second training roles are where the actor is.
+    `visible`: GPUs of this machine; `attached`: the sampler uses an engine that runs already, and no device here. A
+    role without numbers gets devices that no role names; where none are left the sampler takes turns with the actor.
+    Second training roles are where the actor is.
     """
     given = _given(named, runtime, visible)
     if not given:

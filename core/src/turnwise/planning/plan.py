@@ -1,24 +1,27 @@
-"""The arithmetic of a run before it starts: batches, updates, evaluations, learning rates. No engine, no device, no weights."""
+"""The arithmetic of a run before it starts: batches, updates, evaluations, learning rates. No engine, no device, no
+weights."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from turnwise.config.relations import data_parallel_size, rows_per_update
 from turnwise.config.schema import CustomEnv, Role, RunConfig
+from turnwise.config.updates import data_parallel_size, rows_per_update
 from turnwise.contracts.batch_adjust import AdjustContext
 from turnwise.contracts.env_manager import ManagerCapabilities
 from turnwise.declared import declared
 from turnwise.errors import PluginError
-from turnwise.planning import assembly
+from turnwise.planning import assembly, builders
 from turnwise.planning.schedules import learning_rate, schedule_of
 
 
 def arithmetic(config: RunConfig) -> dict[str, Any]:
-    """Everything that `turnwise plan` prints, as plain data. Updates of a step are a range where they depend on the number of turns.
+    """Everything that `turnwise plan` prints, as plain data. Updates of a step are a range where they depend on the
+    number of turns.
 
-    The actor's numbers stand at the top, a critic's own under `critic` (None without one). Raises what `batch_adjust_mode` refuses.
+    The actor's numbers stand at the top, a critic's own under `critic` (None without one). Raises what
+    `batch_adjust_mode` refuses.
     """
     evaluations = math.ceil(config.max_steps / config.eval_steps) if config.eval_steps and config.val_env_manager else 0
     at_end = int(bool(evaluations and config.eval_at_end))
@@ -40,8 +43,11 @@ def arithmetic(config: RunConfig) -> dict[str, Any]:
 
 
 def training(config: RunConfig, role: Role) -> dict[str, Any]:
-    """The updates of a trained role and its learning rates. `updates_per_step`, `updates` and `warmup_updates` are [fewest, most]."""
-    adjust = assembly.build("batch_adjust", config.batch_adjust_mode, AdjustContext(rows_per_update(role), config.rollout_batch_size))
+    """The updates of a trained role and its learning rates. `updates_per_step`, `updates` and `warmup_updates` are
+    [fewest, most]."""
+    adjust = builders.build(
+        "batch_adjust", config.batch_adjust_mode, AdjustContext(rows_per_update(role), config.rollout_batch_size)
+    )
     # The policy's own arithmetic, for another policy counts rows in another way.
     low, high = (adjust.updates(n) * config.ppo_epochs for n in rows_per_step(config))
     schedule = schedule_of(role, config.max_steps)
@@ -60,8 +66,8 @@ def training(config: RunConfig, role: Role) -> dict[str, Any]:
 
 
 def rows_per_step(config: RunConfig) -> tuple[int, int]:
-    """The fewest and the most rows of a step: one a trajectory, or one for each call up to the tag's limit of turns where the
-    manager cuts so."""
+    """The fewest and the most rows of a step: one a trajectory, or one for each call up to the tag's limit of turns
+    where the manager cuts so."""
     manager = config.train_env_manager
     fewest = most = 0
     for tag, groups in zip(manager.tags, manager.num_groups_partition, strict=True):
@@ -74,7 +80,8 @@ def rows_per_step(config: RunConfig) -> tuple[int, int]:
 
 
 def manager_capabilities(env: CustomEnv) -> ManagerCapabilities:
-    """As the environment manager declares it; one whose packages are missing here is taken to make one row an episode."""
+    """As the environment manager declares it; one whose packages are missing here is taken to make one row an
+    episode."""
     try:
         return declared(ManagerCapabilities, env.env_manager.name, env.env_manager.config)
     except PluginError:
@@ -82,7 +89,8 @@ def manager_capabilities(env: CustomEnv) -> ManagerCapabilities:
 
 
 def merges(config: RunConfig) -> bool:
-    """Whether a tag that trains joins turns into rows: a row for each turn is then the most, one for each episode the fewest."""
+    """Whether a tag that trains joins turns into rows: a row for each turn is then the most, one for each episode the
+    fewest."""
     return any(manager_capabilities(config.custom_envs[tag]).joins_turns for tag in config.train_env_manager.tags)
 
 
@@ -102,7 +110,10 @@ def warnings(config: RunConfig, plan: dict[str, Any]) -> list[str]:
     if config.critic is not None:
         out += _of_the_schedule("critic: ", config, config.critic, plan["critic"])
     if plan["updates_per_step"][0] != plan["updates_per_step"][1]:
-        out.append(f"batch_adjust_mode {config.batch_adjust_mode.name!r} counts rows: the number of updates depends on the turns played")
+        out.append(
+            f"batch_adjust_mode {config.batch_adjust_mode.name!r} counts rows: the number of updates depends on the"
+            " turns played"
+        )
     return out
 
 
@@ -112,7 +123,9 @@ def _of_the_schedule(who: str, config: RunConfig, role: Role, plan: dict[str, An
         first = "; the very first update has learning rate 0" if plan["learning_rate"]["start"] == 0 else ""
         out.append(f"{who}warmup_steps = {wanted} counts pipeline steps{first}")
     elif wanted:
-        out.append(f"{who}warmup_steps = {wanted} has no effect with lr_scheduler_type constant. Fix: constant_with_warmup")
+        out.append(
+            f"{who}warmup_steps = {wanted} has no effect with lr_scheduler_type constant. Fix: constant_with_warmup"
+        )
     if not plan["learning_rate"]["end"] > 0:
         out.append(f"{who}the last update has learning rate 0: it learns nothing")
     return out
@@ -122,11 +135,16 @@ def other_meanings(config: RunConfig) -> list[str]:
     """Settings whose name or default means something else in other frameworks, as they stand here."""
     out = []
     if config.advantage_clip is not None:
-        out.append(f"advantage_clip = {config.advantage_clip} clamps the advantages; the ratio's clip is an option of the loss")
+        out.append(
+            f"advantage_clip = {config.advantage_clip} clamps the advantages; the ratio's clip is an option of the loss"
+        )
     if config.init_kl_coef == 0:
         out.append("init_kl_coef = 0: no KL penalty in the reward (ROLL's default is 0.2)")
     if config.actor_train.training_args.warmup_steps:
-        out.append(f"warmup_steps = {config.actor_train.training_args.warmup_steps} counts pipeline steps (ROLL counts optimizer steps)")
+        out.append(
+            f"warmup_steps = {config.actor_train.training_args.warmup_steps} counts pipeline steps (ROLL counts"
+            " optimizer steps)"
+        )
     if config.actor_train.training_args.lr_scheduler_type == "constant":
         out.append("lr_scheduler_type = constant (ROLL's default is linear)")
     if config.loss_agg_mode == "token-mean":

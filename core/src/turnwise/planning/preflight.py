@@ -1,4 +1,5 @@
-"""Everything that can be known before a run starts: what is wrong in the configuration, and, apart from it, what this machine lacks."""
+"""Everything that can be known before a run starts: what is wrong in the configuration, and, apart from it, what this
+machine lacks."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import Any
 
 from attrs import frozen
 
-from turnwise.config.relations import rows_per_update, strategy_capabilities
 from turnwise.config.schema import Choice, RunConfig
+from turnwise.config.updates import rows_per_update
 from turnwise.contracts.batch_adjust import AdjustContext
 from turnwise.contracts.estimator import EstimatorContext
 from turnwise.contracts.group_filter import FilterContext
@@ -19,14 +20,13 @@ from turnwise.contracts.inference import BackendCapabilities, GeneratingArgs
 from turnwise.contracts.train import StrategyCapabilities
 from turnwise.declared import declared
 from turnwise.devices import visible_gpus
-from turnwise.errors import CheckpointError, ConfigError, MachineError, PluginError, Problem, TurnwiseError, one_line, pip_install
+from turnwise.errors import CheckpointError, ConfigError, MachineError, PluginError, Problem, TurnwiseError, one_line
 from turnwise.importing import StrangerError, guarded
-from turnwise.planning import assembly, resume, transport
+from turnwise.planning import assembly, builders, resume, transport
+from turnwise.planning.device_problems import device_problems, one_process, sleepless, undividable
 from turnwise.planning.schedules import schedule_of
 from turnwise.plugins import registry
 from turnwise.rollout import mock
-
-_FEWER = "Fix: use devices that are here"
 
 
 @frozen
@@ -38,19 +38,23 @@ class Findings:
 
 
 def preflight(config: RunConfig, base: Path, lacks: Sequence[str] = (), missing: Sequence[str] = ()) -> Findings:
-    """Look at everything a training run will need, without starting anything. `lacks` and `missing`: what is known not to be here (Loaded)."""
+    """Look at everything a training run will need, without starting anything. `lacks` and `missing`: what is known not
+    to be here (Loaded)."""
     wrong: list[str] = []
     lacks = list(lacks)
     config = assembly.with_seed_files(config, base)
     for role, choice in _roles(config):
         kind = "inference_backend" if role == "actor_infer" else "train_strategy"
-        lacks += _devices(config, role)
-        wrong += _one_process(config, role)
+        lacks += device_problems(config, role)
+        wrong += one_process(config, role)
         for problem in _role_problems(config, role, kind, choice):
             (lacks if problem.machine else wrong).append(str(problem))
-        wrong += [*_undividable(config, role, wrong), *_sleepless(config, role)]
+        wrong += [*undividable(config, role, wrong), *sleepless(config, role)]
     if (config.num_gpus_per_node or 0) > (gpus := visible_gpus()):
-        lacks.append(f"num_gpus_per_node: {config.num_gpus_per_node} GPUs are expected, found {gpus}. Fix: the number there is, or remove the key")
+        lacks.append(
+            f"num_gpus_per_node: {config.num_gpus_per_node} GPUs are expected, found {gpus}. Fix: the number there is,"
+            " or remove the key"
+        )
     wrong += [
         *_environment_variables(config),
         *_transport_problems(config),
@@ -58,7 +62,8 @@ def preflight(config: RunConfig, base: Path, lacks: Sequence[str] = (), missing:
         *_other_problems(config),
     ]
     lacks += [
-        f"{kind} {name!r} needs {package}, not installed. Fix: install it, or name another" for kind, name, package in _missing_packages(config)
+        f"{kind} {name!r} needs {package}, not installed. Fix: install it, or name another"
+        for kind, name, package in _missing_packages(config)
     ]
     wrong += _environment_problems(config, base)
     if not wrong:
@@ -93,7 +98,9 @@ def _roles(config: RunConfig) -> Iterator[tuple[str, Choice | None]]:
 def _role_problems(config: RunConfig, role: str, kind: str, choice: Choice | None) -> Iterator[Problem]:
     """What keeps the implementation of a role from being built: its choice, and what it says itself."""
     if choice is None:
-        yield Problem(f"{role}.strategy_args", "missing. Fix: name a strategy, as in strategy_args: {strategy_name: torch}.")
+        yield Problem(
+            f"{role}.strategy_args", "missing. Fix: name a strategy, as in strategy_args: {strategy_name: torch}."
+        )
         return
     try:
         entry = registry().find(kind, choice.name)
@@ -104,18 +111,32 @@ def _role_problems(config: RunConfig, role: str, kind: str, choice: Choice | Non
         yield Problem("", str(error))
         return
     if lacks := _lacking(kind, target):
-        yield Problem("", f"{kind} {choice.name!r} (from {entry.owner}) lacks {', '.join(lacks)} of its contract. Fix: repair the plugin.")
+        yield Problem(
+            "",
+            f"{kind} {choice.name!r} (from {entry.owner}) lacks {', '.join(lacks)} of its contract. Fix: repair the"
+            " plugin.",
+        )
         return
     # The model is prepared later, so the path is empty here, as the contracts say.
-    plan = assembly.serve_plan(config, Path(), None) if kind == "inference_backend" else assembly.train_plan(config, role, Path())
+    plan = (
+        assembly.serve_plan(config, Path(), None)
+        if kind == "inference_backend"
+        else assembly.train_plan(config, role, Path())
+    )
     try:
         with guarded():
             said = list(target.check(plan.config, plan.context))
             if odd := [one for one in said if not isinstance(one, Problem)]:
                 raise TypeError(f"it gave {odd[0]!r:.60}, which is no turnwise.errors.Problem")
-        declared(BackendCapabilities if kind == "inference_backend" else StrategyCapabilities, choice.name, choice.config)
+        declared(
+            BackendCapabilities if kind == "inference_backend" else StrategyCapabilities, choice.name, choice.config
+        )
     except StrangerError as failure:
-        yield Problem("", f"{kind} {choice.name!r} (from {entry.owner}): its check failed: {one_line(failure.error)}. Fix: repair the plugin.")
+        yield Problem(
+            "",
+            f"{kind} {choice.name!r} (from {entry.owner}): its check failed: {one_line(failure.error)}. Fix: repair the"
+            " plugin.",
+        )
     except PluginError as error:
         yield Problem("", str(error))
     else:
@@ -130,14 +151,17 @@ def _environment_variables(config: RunConfig) -> Iterator[str]:
             other, before = seen.setdefault(name, (role, value))
             if before != value:
                 yield (
-                    f"$.{role}.system_envs.{name}: {value!r} here, {before!r} for {other}; runtime {config.runtime.name!r} has one process. "
-                    "Fix: one value for both."
+                    f"$.{role}.system_envs.{name}: {value!r} here, {before!r} for {other}; runtime"
+                    f" {config.runtime.name!r} has one process. Fix: one value for both."
                 )
 
 
 def _transport_problems(config: RunConfig) -> list[str]:
     """What the run would say of trainer and backend together, where each of them alone is fine."""
-    for kind, choice in (("train_strategy", config.actor_train.strategy_args), ("inference_backend", config.actor_infer.strategy_args)):
+    for kind, choice in (
+        ("train_strategy", config.actor_train.strategy_args),
+        ("inference_backend", config.actor_infer.strategy_args),
+    ):
         target = _target(kind, choice)
         if target is None or _lacking(kind, target):
             return []
@@ -191,7 +215,8 @@ def _lacking(kind: str, one: Any) -> list[str]:
 
 
 def _other_problems(config: RunConfig) -> Iterator[str]:
-    """Implementations without a role: each is imported; those that are pure arithmetic are built, for they judge their settings."""
+    """Implementations without a role: each is imported; those that are pure arithmetic are built, for they judge their
+    settings."""
     contexts = {
         "advantage_estimator": EstimatorContext(seed=config.seed),
         "group_filter": FilterContext(seed=config.seed),
@@ -208,25 +233,39 @@ def _other_problems(config: RunConfig) -> Iterator[str]:
             # Environments take keyword arguments, and managers are built with their tags by `_environment_problems`.
             odd = "" if kind in ("environment", "env_manager") else _signature_problem(target, choice)
             if odd:
-                yield f"{kind} {choice.name!r} (from {entry.owner}) cannot be built with (config, context): {odd}. Fix: repair the plugin."
+                yield (
+                    f"{kind} {choice.name!r} (from {entry.owner}) cannot be built with (config, context): {odd}. Fix:"
+                    " repair the plugin."
+                )
             elif kind in contexts:
-                built = assembly.build(kind, choice, contexts[kind])
+                built = builders.build(kind, choice, contexts[kind])
                 if lacks := _lacking(kind, built):
-                    yield f"{kind} {choice.name!r} (from {entry.owner}) lacks {', '.join(lacks)} of its contract. Fix: repair the plugin."
+                    yield (
+                        f"{kind} {choice.name!r} (from {entry.owner}) lacks {', '.join(lacks)} of its contract. Fix:"
+                        " repair the plugin."
+                    )
         except TurnwiseError as error:
             yield from str(error).split("\n")
         except Exception as error:  # a stranger's constructor may raise anything
-            yield f"{kind} {choice.name!r} (from {entry.owner}) cannot be built: {one_line(error)}. Fix: repair the plugin, or its options."
+            yield (
+                f"{kind} {choice.name!r} (from {entry.owner}) cannot be built: {one_line(error)}. Fix: repair the"
+                " plugin, or its options."
+            )
     for choice in config.baselines:
         target = _target("inference_backend", choice)
         if target is not None and not _lacking("inference_backend", target) and target.input != "messages":
-            yield f"$.baselines: {choice.name!r} needs a model, so it is no baseline. Fix: name players, such as random."
+            yield (
+                f"$.baselines: {choice.name!r} needs a model, so it is no baseline. Fix: name players, such as random."
+            )
     for tag, env in config.custom_envs.items():
         for name, choice in env.samplers.items():
             target = _target("inference_backend", choice)
             if target is not None and not _lacking("inference_backend", target) and target.input != "messages":
                 where = f"$.custom_envs.{tag}.samplers.{name}"
-                yield f"{where}: {choice.name!r} needs a model of its own, which a run does not place. Fix: name a player, such as openai or random."
+                yield (
+                    f"{where}: {choice.name!r} needs a model of its own, which a run does not place. Fix: name a"
+                    " player, such as openai or random."
+                )
 
 
 def _signature_problem(target: Any, choice: Choice) -> str:
@@ -241,66 +280,6 @@ def _signature_problem(target: Any, choice: Choice) -> str:
     return ""
 
 
-def _devices(config: RunConfig, role: str) -> list[str]:
-    """GPUs that this machine lacks, where it is this machine's that the runtime would give to the role."""
-    mapping = assembly.role_of(config, role).device_mapping
-    if not assembly.runtime_capabilities(config).counts_devices:
-        return []
-    found = visible_gpus()
-    if mapping and max(mapping) >= found:
-        needed = f"{role}: device_mapping needs {max(mapping) + 1} GPU{'s' if max(mapping) else ''}, found {found}"
-        return [f"{needed}. {_FEWER}"]
-    least = 0 if mapping else assembly.runtime_capabilities(config).least_devices
-    if least > found:
-        needed = f"{role}: runtime {config.runtime.name!r} gives a role without device_mapping {least} GPU{'s' if least > 1 else ''}, found {found}"
-        return [f"{needed}. {_FEWER}"]
-    return []
-
-
-def _undividable(config: RunConfig, role: str, reported: Sequence[str]) -> list[str]:
-    """Devices that hold no whole number of the engine's copies, if the engine's own check has not reported it."""
-    mapping = assembly.role_of(config, role).device_mapping
-    sampler = role == "actor_infer"
-    known = assembly.backend_capabilities(config) if sampler else strategy_capabilities(assembly.role_of(config, role))
-    size = known.data_parallel_size
-    given = 0 if mapping or role != "actor_infer" else _given(config)
-    if size is None or not (mapping or given):
-        return []
-    try:
-        size(len(mapping) or given)
-    except ValueError as error:
-        has = f" is missing: runtime {config.runtime.name!r} gives such a role {given} GPU{'s' if given > 1 else ''}, and" if given else ":"
-        return [] if any(str(error) in line for line in reported) else [f"$.{role}.device_mapping{has} {error}. Fix: other sizes, or other devices"]
-    return []
-
-
-def _given(config: RunConfig) -> int:
-    """GPUs that the runtime gives to a sampler that names none; 0: those that the engine finds, or none, as where it is attached to."""
-    return len(assembly.devices(config)["actor_infer"])
-
-
-def _sleepless(config: RunConfig, role: str) -> list[str]:
-    """A training role on GPUs that the sampler does not leave when its turn is over."""
-    devices = assembly.devices(config)
-    shared = set(devices[role]) & set(devices["actor_infer"])
-    if role == "actor_infer" or not shared or not assembly.runtime_capabilities(config).counts_devices:
-        return []
-    why = assembly.backend_capabilities(config).cannot_sleep
-    number = ", ".join(map(str, sorted(shared)))
-    return [f"$.actor_infer.device_mapping: {role} uses device {number} in turns with it, and {why}"] if why else []
-
-
-def _one_process(config: RunConfig, role: str) -> list[str]:
-    """A training role of several devices where the runtime has one process, which drives one device."""
-    mapping = assembly.role_of(config, role).device_mapping
-    if role == "actor_infer" or len(mapping) < 2 or not assembly.runtime_capabilities(config).one_process:
-        return []
-    return [
-        f"$.{role}.device_mapping: {len(mapping)} devices are as many training processes, and runtime {config.runtime.name!r} has one process: "
-        f"it needs runtime ray. Fix: runtime: ray, or one device; {pip_install('turnwise-ray[ray]')}"
-    ]
-
-
 def _missing_packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     for kind, choice in chosen(config):
         try:
@@ -313,7 +292,9 @@ def _missing_packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 def chosen(config: RunConfig) -> Iterator[tuple[str, Choice]]:
     """Every implementation that the run names, with its kind."""
-    yield from (("inference_backend" if role == "actor_infer" else "train_strategy", c) for role, c in _roles(config) if c)
+    yield from (
+        ("inference_backend" if role == "actor_infer" else "train_strategy", c) for role, c in _roles(config) if c
+    )
     yield "advantage_estimator", config.adv_estimator
     yield "policy_loss", config.pg_variant
     yield "batch_adjust", config.batch_adjust_mode
@@ -368,7 +349,8 @@ def _folder_problems(config: RunConfig) -> list[str]:
 
 
 def _unwritable(key: str, folder: Path) -> str:
-    """Why nothing can be written into `folder`, or the empty string. The folder itself is not made: its nearest parent is tried."""
+    """Why nothing can be written into `folder`, or the empty string. The folder itself is not made: its nearest parent
+    is tried."""
     parent = folder.absolute()
     while not parent.exists():
         parent = parent.parent

@@ -17,7 +17,17 @@ from turnwise.errors import CheckpointError
 PREFIX = "checkpoint-"
 MANIFEST = "manifest.json"
 MAY_CHANGE = frozenset(
-    {"exp_name", "output_dir", "logging_dir", "render_save_dir", "rollout_dump_dir", "resume_from_checkpoint", "max_steps", "save_steps", "plugins"}
+    {
+        "exp_name",
+        "output_dir",
+        "logging_dir",
+        "render_save_dir",
+        "rollout_dump_dir",
+        "resume_from_checkpoint",
+        "max_steps",
+        "save_steps",
+        "plugins",
+    }
     | {"logging_steps", "eval_steps", "max_ckpt_to_keep", "track_with", "vars", "baselines"}
 )
 """Top-level keys that a resumed run may change without a word."""
@@ -55,9 +65,13 @@ def read(folder: Path, *, contents: bool = True) -> Checkpoint:
         if not path.is_file():
             raise CheckpointError(f"checkpoint {folder} is incomplete: {name} is missing. {FIX}")
         if path.stat().st_size != size:
-            raise CheckpointError(f"checkpoint {folder} is cut short: {name} has {path.stat().st_size} bytes of {size}. {FIX}")
+            raise CheckpointError(
+                f"checkpoint {folder} is cut short: {name} has {path.stat().st_size} bytes of {size}. {FIX}"
+            )
         if contents and file_digest(path) != digest:
-            raise CheckpointError(f"checkpoint {folder} is damaged: the contents of {name} are not what was written. {FIX}")
+            raise CheckpointError(
+                f"checkpoint {folder} is damaged: the contents of {name} are not what was written. {FIX}"
+            )
     return Checkpoint(folder, step, state)
 
 
@@ -69,7 +83,8 @@ def file_digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def held(folder: Path | None, root: Path) -> Iterator[Checkpoint]:
-    """The verified checkpoint `folder` (None: the newest under `root`), which the run that writes there does not prune meanwhile.
+    """The verified checkpoint `folder` (None: the newest under `root`), which the run that writes there does not prune
+    meanwhile.
 
     Raises CheckpointError as `read`, and where there is none.
     """
@@ -99,7 +114,8 @@ def listed(root: Path) -> list[Path]:
 
 
 def to_resume(setting: bool | str, root: Path, *, contents: bool = True) -> Checkpoint | None:
-    """The checkpoint that `resume_from_checkpoint` means: none, the newest under `root`, or the named folder; verified as in `read`."""
+    """The checkpoint that `resume_from_checkpoint` means: none, the newest under `root`, or the named folder; verified
+    as in `read`."""
     if setting is False:
         return None
     if setting is True:

@@ -1,4 +1,5 @@
-"""The learning rate as a function of progress through the pipeline: base·λ(p + k/n), whatever the number of updates a step takes."""
+"""The learning rate as a function of progress through the pipeline: base·λ(p + k/n), whatever the number of updates a
+step takes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from turnwise.errors import ConfigError, did_you_mean, listed
 
 @frozen
 class Progress:
-    """Where an update stands: `x` pipeline steps done of `total`, `warmup` of them warm-up; `base`, the rate that λ multiplies."""
+    """Where an update stands: `x` pipeline steps done of `total`, `warmup` of them warm-up; `base`, the rate that λ
+    multiplies."""
 
     x: float
     total: int
@@ -40,7 +42,9 @@ def _cosine(at: Progress, *, num_cycles: float = 0.5) -> float:
     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * at.decayed)))
 
 
-def _cosine_with_min_lr(at: Progress, *, num_cycles: float = 0.5, min_lr: float | None = None, min_lr_rate: float | None = None) -> float:
+def _cosine_with_min_lr(
+    at: Progress, *, num_cycles: float = 0.5, min_lr: float | None = None, min_lr_rate: float | None = None
+) -> float:
     # `min_lr` is a rate, and a multiplier is a share of one.
     floor = min_lr / at.base if min_lr is not None else float(min_lr_rate or 0.0)
     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * at.decayed)) * (1.0 - floor) + floor)
@@ -67,7 +71,11 @@ def _warmup_stable_decay(
 ) -> float:
     if at.x < at.warmup:
         risen = at.x / at.warmup
-        shape = {"linear": risen, "cosine": 0.5 * (1.0 - math.cos(math.pi * risen)), "1-sqrt": 1.0 - math.sqrt(1.0 - risen)}[warmup_type]
+        shape = {
+            "linear": risen,
+            "cosine": 0.5 * (1.0 - math.cos(math.pi * risen)),
+            "1-sqrt": 1.0 - math.sqrt(1.0 - risen),
+        }[warmup_type]
         return max(0.0, shape * (1.0 - min_lr_ratio) + min_lr_ratio)
     stable = at.total - at.warmup - num_decay_steps if num_stable_steps is None else num_stable_steps
     if at.x < at.warmup + stable:
@@ -106,10 +114,11 @@ def _canonical(name: str) -> str:
 
 @frozen
 class Schedule:
-    """A named schedule with its warm-up, both in pipeline steps. Raises ConfigError, all mistakes at once, for what it cannot be.
+    """A named schedule with its warm-up, both in pipeline steps. Raises ConfigError, all mistakes at once, for what it
+    cannot be.
 
-    `name`: one of `SCHEDULES` or `wsd`. `warmup_steps`: linear from rate 0 (`constant` has no warm-up, as in transformers; use
-    `constant_with_warmup`). `kwargs`: `lr_scheduler_kwargs`.
+    `name`: one of `SCHEDULES` or `wsd`. `warmup_steps`: linear from rate 0 (`constant` has no warm-up, as in
+    transformers; use `constant_with_warmup`). `kwargs`: `lr_scheduler_kwargs`.
     """
 
     name: str = field(default="constant", converter=_canonical)
@@ -121,10 +130,13 @@ class Schedule:
             raise ConfigError(problems)
 
     def multiplier(self, x: float, max_steps: int, base: float | None = None) -> float:
-        """λ(x) for 0 ≤ x < max_steps. `base`, the rate that λ multiplies, must be given for `polynomial` and for `min_lr`, whose end is
-        a rate and not a share of one; ValueError without it."""
+        """λ(x) for 0 ≤ x < max_steps. `base`, the rate that λ multiplies, must be given for `polynomial` and for
+        `min_lr`, whose end is a rate and not a share of one; ValueError without it."""
         if base is None and (self.name == "polynomial" or self.kwargs.get("min_lr") is not None):
-            raise ValueError(f"the schedule {self.name} ends at a rate: its multiplier needs base, the learning rate that it multiplies")
+            raise ValueError(
+                f"the schedule {self.name} ends at a rate: its multiplier needs base, the learning rate that it"
+                " multiplies"
+            )
         shape, _ = SCHEDULES[self.name]
         at = Progress(float(x), max_steps, self.warmup_steps, 1.0 if base is None else base)
         if x < self.warmup_steps and self.name not in ("constant", "warmup_stable_decay"):
@@ -141,7 +153,10 @@ class Schedule:
             problems.append(f"lr_scheduler_kwargs.{floor}: {rate} is not below learning_rate {base}")
         phases = self.warmup_steps + self.kwargs.get("num_decay_steps", 0) + (self.kwargs.get("num_stable_steps") or 0)
         if self.name == "warmup_stable_decay" and phases > max_steps:
-            problems.append(f"lr_scheduler_kwargs: warm-up, stable and decay phase take {phases} pipeline steps, and max_steps is {max_steps}")
+            problems.append(
+                f"lr_scheduler_kwargs: warm-up, stable and decay phase take {phases} pipeline steps, and max_steps is"
+                f" {max_steps}"
+            )
         return problems
 
 
@@ -151,8 +166,10 @@ def learning_rate(base: float, schedule: Schedule, p: int, k: int, n_p: int, max
 
 
 def warmup_steps_of(warmup_steps: int, warmup_ratio: float, max_steps: int) -> int:
-    """Warm-up in pipeline steps: `warmup_steps`, or where that is 0 ceil(warmup_ratio·max_steps), with the ratio read as the decimal
-    that was written: .07 of 100 steps are 7, not the 8 of binary fractions. Raises ConfigError for a ratio outside [0, 1]."""
+    """Warm-up in pipeline steps: `warmup_steps`, or where that is 0 ceil(warmup_ratio·max_steps), with the ratio read
+    as the decimal
+    that was written: .07 of 100 steps are 7, not the 8 of binary fractions. Raises ConfigError for a ratio outside [0,
+    1]."""
     if not 0 <= warmup_ratio <= 1:
         raise ConfigError(f"training_args.warmup_ratio: {warmup_ratio!r} is not in [0, 1]")
     return warmup_steps or math.ceil(Fraction(repr(float(warmup_ratio))) * max_steps)
@@ -161,18 +178,30 @@ def warmup_steps_of(warmup_steps: int, warmup_ratio: float, max_steps: int) -> i
 def _problems(schedule: Schedule) -> list[str]:
     if schedule.name not in SCHEDULES:
         known = [*SCHEDULES, *ALIASES]
-        return [f"lr_scheduler_type: {schedule.name!r} is unknown.{did_you_mean(schedule.name, known)} Known: {listed(known)}"]
+        return [
+            f"lr_scheduler_type: {schedule.name!r} is unknown.{did_you_mean(schedule.name, known)} Known:"
+            f" {listed(known)}"
+        ]
     problems = []
-    if not isinstance(schedule.warmup_steps, int) or isinstance(schedule.warmup_steps, bool) or schedule.warmup_steps < 0:
+    if (
+        not isinstance(schedule.warmup_steps, int)
+        or isinstance(schedule.warmup_steps, bool)
+        or schedule.warmup_steps < 0
+    ):
         problems.append(f"warmup_steps: {schedule.warmup_steps!r} is not a whole number of pipeline steps")
     _, known_keys = SCHEDULES[schedule.name]
     for key, value in schedule.kwargs.items():
         where = f"lr_scheduler_kwargs.{key}"
         if key not in known_keys:
-            problems.append(f"{where}: unknown for the schedule {schedule.name}.{did_you_mean(key, known_keys)} Known: {listed(known_keys)}")
+            problems.append(
+                f"{where}: unknown for the schedule {schedule.name}.{did_you_mean(key, known_keys)} Known:"
+                f" {listed(known_keys)}"
+            )
         elif key in ("warmup_type", "decay_type"):
             if value not in SHAPES:
-                problems.append(f"{where}: {value!r} is unknown.{did_you_mean(str(value), SHAPES)} Known: {listed(SHAPES)}")
+                problems.append(
+                    f"{where}: {value!r} is unknown.{did_you_mean(str(value), SHAPES)} Known: {listed(SHAPES)}"
+                )
         elif problem := _number_problem(key, value):
             problems.append(f"{where}: {value!r} {problem}")
     return problems + _missing(schedule)
@@ -195,7 +224,10 @@ def _missing(schedule: Schedule) -> list[str]:
     if schedule.name == "cosine_with_min_lr" and len(given & {"min_lr", "min_lr_rate"}) != 1:
         return ["lr_scheduler_kwargs: cosine_with_min_lr needs either min_lr or min_lr_rate. Fix: give exactly one"]
     if schedule.name == "warmup_stable_decay" and "num_decay_steps" not in given:
-        return ["lr_scheduler_kwargs: warmup_stable_decay needs num_decay_steps, in pipeline steps. Fix: add num_decay_steps"]
+        return [
+            "lr_scheduler_kwargs: warmup_stable_decay needs num_decay_steps, in pipeline steps. Fix: add"
+            " num_decay_steps"
+        ]
     return []
 
 

@@ -1,4 +1,5 @@
-"""By which transport weights go from the trainer to the backend; what is known before a run is known by the function that the run calls."""
+"""By which transport weights go from the trainer to the backend; what is known before a run is known by the function
+that the run calls."""
 
 from __future__ import annotations
 
@@ -17,15 +18,17 @@ from turnwise.planning import assembly
 from turnwise.plugins import registry
 
 COMPARES_WITH_ITSELF = (
-    "train_infer_correction compares old log-probs with the sampler's, but here they are the sampler's: its weights are shared with the trainer. "
-    "Fix: recompute_old_logprobs: true, or remove train_infer_correction."
+    "train_infer_correction compares old log-probs with the sampler's, but here they are the sampler's: its weights are"
+    " shared with the trainer. Fix: recompute_old_logprobs: true, or remove train_infer_correction."
 )
 
 
 def choose(config: RunConfig) -> str:
-    """The first of the backend's transports (best first) that the trainer offers and that works in this run. Raises ConfigError: there is none.
+    """The first of the backend's transports (best first) that the trainer offers and that works in this run. Raises
+    ConfigError: there is none.
 
-    `shared` needs one process and one dtype. `process_group` needs devices of the backend's own: NCCL has no two ranks of a group on one GPU.
+    `shared` needs one process and one dtype. `process_group` needs devices of the backend's own: NCCL has no two ranks
+    of a group on one GPU.
     """
     train, infer = config.actor_train, config.actor_infer
     runtime = declared(RuntimeCapabilities, config.runtime.name, config.runtime.config)
@@ -34,8 +37,8 @@ def choose(config: RunConfig) -> str:
     strategy = registry().find("train_strategy", trainer.implementation).target()
     if sampler.input == "messages":
         raise ConfigError(
-            f"$.actor_infer: {backend.implementation!r} gives no token ids, so nothing can be trained on its responses. "
-            "Fix: train with a backend such as hf; players serve `turnwise rollout` and `turnwise eval`."
+            f"$.actor_infer: {backend.implementation!r} gives no token ids, so nothing can be trained on its responses."
+            " Fix: train with a backend such as hf; players serve `turnwise rollout` and `turnwise eval`."
         )
     _adapters(config, trainer, backend)
     offered, taken = _transports(strategy, trainer, runtime), _transports(sampler, backend, runtime)
@@ -56,22 +59,22 @@ def _nothing(config: RunConfig, offered: tuple[str, ...], taken: tuple[str, ...]
     dtypes = [config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype]
     if common == {"shared"} and not runtime.one_process:
         return (
-            f"$.runtime: the weights of this backend are shared with the trainer, and runtime {config.runtime.name!r} has several processes. "
-            "Fix: runtime: local, or another backend"
+            f"$.runtime: the weights of this backend are shared with the trainer, and runtime {config.runtime.name!r}"
+            " has several processes. Fix: runtime: local, or another backend"
         )
     if common == {"shared"}:
         return (
-            f"$.actor_infer.model_args.dtype: {dtypes[1]}, actor_train has {dtypes[0]}: the weights of this backend are shared with the trainer. "
-            "Fix: the same dtype for both."
+            f"$.actor_infer.model_args.dtype: {dtypes[1]}, actor_train has {dtypes[0]}: the weights of this backend are"
+            " shared with the trainer. Fix: the same dtype for both."
         )
     if common:
         return (
-            f"$.actor_infer.device_mapping: it shares devices with actor_train, and {', '.join(sorted(common))} needs devices of the backend's own. "
-            "Fix: other devices, or another backend"
+            f"$.actor_infer.device_mapping: it shares devices with actor_train, and {', '.join(sorted(common))} needs"
+            " devices of the backend's own. Fix: other devices, or another backend"
         )
     return (
-        f"$.actor_infer: the backend takes weights by {', '.join(taken) or 'nothing'}, actor_train offers {', '.join(offered) or 'nothing'}: "
-        "no common transport. Fix: choose two that share one."
+        f"$.actor_infer: the backend takes weights by {', '.join(taken) or 'nothing'}, actor_train offers"
+        f" {', '.join(offered) or 'nothing'}: no common transport. Fix: choose two that share one."
     )
 
 
@@ -85,7 +88,10 @@ def _adapters(config: RunConfig, trainer: TrainPlan, backend: ServePlan) -> None
     )
     for role, does, adapters in sides:
         if not adapters:
-            raise ConfigError(f"$.actor_train.model_args.lora_sync: the strategy of {role} {does} whole weights only. Fix: lora_sync: merged")
+            raise ConfigError(
+                f"$.actor_train.model_args.lora_sync: the strategy of {role} {does} whole weights only. Fix: lora_sync:"
+                " merged"
+            )
 
 
 def _transports(target: Any, plan: TrainPlan | ServePlan, runtime: RuntimeCapabilities) -> tuple[str, ...]:

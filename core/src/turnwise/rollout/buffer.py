@@ -1,4 +1,5 @@
-"""The groups of the steps that are under way: which wait, which play, which are finished; and all of that as plain data."""
+"""The groups of the steps that are under way: which wait, which play, which are finished; and all of that as plain
+data."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from turnwise.contracts.rollout import Played, RolloutResult, RolloutSettings, T
 from turnwise.errors import CheckpointError
 from turnwise.rollout.seeds import REPLACEMENT, environment_seed, task_index
 
-COUNTS = ("attempts", "retries", "env_failures", "env_timeouts", "dropped_members", "replaced_groups", "discarded_episodes")
+COUNTS = (
+    "attempts",
+    "retries",
+    "env_failures",
+    "env_timeouts",
+    "dropped_members",
+    "replaced_groups",
+    "discarded_episodes",
+)
 
 Place = tuple[int, int, int]
 """An attempt of a run: (serial number of the group, member, attempt)."""
@@ -21,10 +30,12 @@ Place = tuple[int, int, int]
 
 @define(eq=False)
 class Group:
-    """The group in one slot of a step, or its `round`-th replacement. `local`: its place among the groups of its tag in the step.
+    """The group in one slot of a step, or its `round`-th replacement. `local`: its place among the groups of its tag in
+    the step.
 
-    `outcomes`: by member, what it played, None if it was given up. `attempts`: by member, the number of the attempt that
-    it is at, or begins with. `playing`: the members that are in the middle of one. `counts` and `failures` are the slot's:
+    `outcomes`: by member, what it played, None if it was given up. `attempts`: by member, the number of the attempt
+    that it is at, or begins with. `playing`: the members that are in the middle of one. `counts` and `failures` are the
+    slot's:
     a replacement goes on with those of the group that it replaces.
     """
 
@@ -64,7 +75,8 @@ class Group:
 
 @define(eq=False)
 class Step:
-    """The groups of one step, by slot: at any time one group in each. `render`: of how many episodes of a tag frames are wanted."""
+    """The groups of one step, by slot: at any time one group in each. `render`: of how many episodes of a tag frames
+    are wanted."""
 
     number: int
     render: int
@@ -87,10 +99,11 @@ class Step:
 class GroupBuffer:
     """Holds the groups of every admitted step until it is taken. It starts nothing and knows no clock.
 
-    Group s of step q has the serial number q·G + s (G: groups a step), its r-th replacement that plus r·2**32; seeds and
-    tasks follow from it, so the order in which groups finish changes nothing. What waits is ordered by (step, slot, member):
-    a replacement, which keeps its slot, goes before what belongs to later steps, else a step's last group would wait for the
-    whole of the next.
+    Group s of step q has the serial number q·G + s (G: groups a step), its r-th replacement that plus r·2**32; seeds
+    and tasks follow from it, so the order in which groups finish changes nothing. What waits is ordered by (step, slot,
+    member):
+    a replacement, which keeps its slot, goes before what belongs to later steps, else a step's last group would wait
+    for the whole of the next.
     """
 
     def __init__(self, plans: Sequence[TagPlan], settings: RolloutSettings) -> None:
@@ -114,7 +127,8 @@ class GroupBuffer:
     # ---------------------------------------------------------------- a step from its admission until it is taken
 
     def admit(self, step: int, *, render: int = 0) -> bool:
-        """Let the groups of a step wait to be played. False, and nothing happens, from `max_steps` on: nobody would train on them."""
+        """Let the groups of a step wait to be played. False, and nothing happens, from `max_steps` on: nobody would
+        train on them."""
         if self._settings.max_steps is not None and step >= self._settings.max_steps:
             return False
         assert step not in self._steps
@@ -133,8 +147,8 @@ class GroupBuffer:
     def end(self, group: Group, member: int, outcome: Played | None) -> None:
         """A member has been played, or given up (None). A group left without enough members is replaced, in its slot.
 
-        Two members at least are needed to compare anything, one in groups of one. In evaluation nothing is replaced: its
-        tasks are fixed.
+        Two members at least are needed to compare anything, one in groups of one. In evaluation nothing is replaced:
+        its tasks are fixed.
         """
         step = self._steps[group.step]
         group.playing.discard(member)
@@ -155,7 +169,8 @@ class GroupBuffer:
         return not self._steps[step].unfinished
 
     def take(self, step: int) -> RolloutResult:
-        """A finished step, in (group, member) order, whatever the order in which it was played. The buffer forgets it."""
+        """A finished step, in (group, member) order, whatever the order in which it was played. The buffer forgets
+        it."""
         assert self.finished(step)
         return _result(self._steps.pop(step))
 
@@ -187,7 +202,9 @@ class GroupBuffer:
         if plan.num_tasks is not None:
             of_tag = step * plan.groups + local + round * REPLACEMENT
             # An evaluation plays the same rows each time; training walks through permutations of all.
-            options = {"index": of_tag % plan.num_tasks if evaluation else task_index(seed, plan.tag, of_tag, plan.num_tasks)}
+            options = {
+                "index": of_tag % plan.num_tasks if evaluation else task_index(seed, plan.tag, of_tag, plan.num_tasks)
+            }
         return Group(
             step=step,
             slot=slot,
@@ -205,8 +222,8 @@ class GroupBuffer:
     def snapshot(self) -> list[dict[str, Any]]:  # Any: records of several shapes, as `turnwise.data.exact` writes them
         """Every group under way, in (step, slot) order, as lists, dicts, numbers, trajectories and samples.
 
-        A member that has ended is kept as what it played; one that waits or plays by its identity alone: group, member and
-        the attempt that it is at, which `restore` begins again.
+        A member that has ended is kept as what it played; one that waits or plays by its identity alone: group, member
+        and the attempt that it is at, which `restore` begins again.
         """
         return [_written(step.groups[slot]) for _, step in sorted(self._steps.items()) for slot in sorted(step.groups)]
 
@@ -222,15 +239,18 @@ class GroupBuffer:
             self.clear()
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError("the checkpoint's queue of groups cannot be read. Fix: resume from another checkpoint.") from error
+            raise CheckpointError(
+                "the checkpoint's queue of groups cannot be read. Fix: resume from another checkpoint."
+            ) from error
 
     def _read(self, record: dict[str, Any]) -> None:  # Any: as `snapshot`
         number, slot = record["step"], record["slot"]
         group = self._group(number, slot, record["round"], 0) if 0 <= slot < len(self._slots) else None
         if group is None or _identity(group) != record["identity"]:
             raise CheckpointError(
-                f"the checkpoint's queue holds a group of tag {record['identity'][0]!r} in place {slot} of step {number}, which this run would not "
-                "play. Fix: the tags, num_env_groups, group_size and seed that it was saved with, or another checkpoint."
+                f"the checkpoint's queue holds a group of tag {record['identity'][0]!r} in place {slot} of step"
+                f" {number}, which this run would not play. Fix: the tags, num_env_groups, group_size and seed that it"
+                " was saved with, or another checkpoint."
             )
         for member, trajectories, samples in record["members"]:
             group.outcomes[member] = None if trajectories is None else Played(trajectories, samples, None)
@@ -260,7 +280,10 @@ def _written(group: Group) -> dict[str, Any]:  # Any: as `GroupBuffer.snapshot`
         "identity": _identity(group),
         "counts": {name: count for name, count in counts.items() if count},
         "failures": [[*place, line] for place, line in group.failures],
-        "members": [[m, o.trajectories, o.samples] if o is not None else [m, None, None] for m, o in sorted(group.outcomes.items())],
+        "members": [
+            [m, o.trajectories, o.samples] if o is not None else [m, None, None]
+            for m, o in sorted(group.outcomes.items())
+        ],
         "open": [[m, group.attempts.get(m, 0)] for m in range(group.plan.group_size) if m not in group.outcomes],
     }
 
@@ -282,6 +305,8 @@ def _result(step: Step) -> RolloutResult:
         trajectories=trajectories,
         samples=[rows for _, _, outcome in kept for rows in outcome.samples],
         counts=counts,
-        frames={(group.plan.tag, group.serial, member): outcome.frames for group, member, outcome in kept if outcome.frames},
+        frames={
+            (group.plan.tag, group.serial, member): outcome.frames for group, member, outcome in kept if outcome.frames
+        },
         failures=[line for _, line in sorted(failure for group in groups for failure in group.failures)],
     )

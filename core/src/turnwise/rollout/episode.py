@@ -1,4 +1,5 @@
-"""What one episode plays with: an environment of the tag's pool behind checks, and a sampler that speaks to the backend."""
+"""What one episode plays with: an environment of the tag's pool behind checks, and a sampler that speaks to the
+backend."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class Pool:
-    """The environments of one tag. Idle ones are reused; what failed is never used again. `starts`: how many processes may start at once."""
+    """The environments of one tag. Idle ones are reused; what failed is never used again. `starts`: how many processes
+    may start at once."""
 
     def __init__(self, plan: TagPlan, settings: RolloutSettings, sweeper: Sweeper, starts: asyncio.Semaphore) -> None:
         self.plan = plan
@@ -44,7 +46,8 @@ class Pool:
         host = HOSTS[self.plan.step](self.plan.tag, self.plan.build, self._sweeper)
         try:
             if self.plan.step == "process":
-                # Its clock begins with its turn: all at once would take each other's time, and fail as environments that hang.
+                # Its clock begins with its turn: all at once would take each other's time, and fail as environments
+                # that hang.
                 async with self._starts:
                     await host.call("start", self.settings.reset_timeout)
             async with self.gate:
@@ -72,7 +75,9 @@ class HostedEnvironment:
 
     __slots__ = ("_frames", "_gate", "_host", "_options", "_seed", "_settings", "_tag")
 
-    def __init__(self, host: Host, pool: Pool, seed: int, options: dict[str, int] | None, frames: list[Frame] | None) -> None:
+    def __init__(
+        self, host: Host, pool: Pool, seed: int, options: dict[str, int] | None, frames: list[Frame] | None
+    ) -> None:
         self._host = host
         self._gate = pool.gate
         self._tag = pool.plan.tag
@@ -84,13 +89,17 @@ class HostedEnvironment:
     async def reset(self) -> tuple[Any, dict[str, Any]]:  # Any: an observation, and what an environment informs of
         """Reset with the group's seed and options. Raises EnvironmentFailure."""
         async with self._gate:
-            result = await self._host.call("reset", self._settings.reset_timeout, seed=self._seed, options=self._options)
+            result = await self._host.call(
+                "reset", self._settings.reset_timeout, seed=self._seed, options=self._options
+            )
             checked = check_reset(result, self._tag)
             if self._frames is not None:
                 await self._render(self._frames)
         return checked
 
-    async def step(self, action: str, response: Response | None = None) -> tuple[Any, float, bool, bool, dict[str, Any]]:  # Any: as in `reset`
+    async def step(
+        self, action: str, response: Response | None = None
+    ) -> tuple[Any, float, bool, bool, dict[str, Any]]:  # Any: as in `reset`
         """One step. Raises EnvironmentFailure."""
         async with self._gate:
             result = await self._host.call("step", self._settings.step_timeout, action=action, response=response)
@@ -114,7 +123,8 @@ class HostedEnvironment:
 
 
 class Requests:
-    """A backend behind its boundary: a request's timeout, and what was given up and must be aborted (appended to `given_up`).
+    """A backend behind its boundary: a request's timeout, and what was given up and must be aborted (appended to
+    `given_up`).
 
     `stop` is called with an EngineError when a request takes longer than `request_timeout`.
     """
@@ -145,7 +155,8 @@ class Requests:
             raise
         except BaseException as error:  # sys.exit() in a backend is no end of the run, either
             raise EngineError(
-                f"the inference backend raised {one_line(error)} for {_name(request)}. Fix: look into its log, or repair the plugin."
+                f"the inference backend raised {one_line(error)} for {_name(request)}. Fix: look into its log, or"
+                " repair the plugin."
             ) from error
         finally:
             self._sweeper.release(key)
@@ -153,7 +164,10 @@ class Requests:
     def _expire(self, request: Request) -> None:
         seconds = f"{self.settings.request_timeout:g} s"
         self._stop(
-            EngineError(f"the inference backend did not answer {_name(request)} within request_timeout: {seconds}. Fix: raise request_timeout.")
+            EngineError(
+                f"the inference backend did not answer {_name(request)} within request_timeout: {seconds}. Fix: raise"
+                " request_timeout."
+            )
         )
 
 

@@ -1,4 +1,5 @@
-"""A host keeps one environment instance and runs its calls inline, in a thread of its own, or in a process of its own."""
+"""A host keeps one environment instance and runs its calls inline, in a thread of its own, or in a process of its
+own."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 class Host(ABC):
     """One environment instance; one call at a time.
 
-    A call that fails raises EnvironmentFailure, chained to its cause. A call that hangs, or whose caller is cancelled, leaves the host
+    A call that fails raises EnvironmentFailure, chained to its cause. A call that hangs, or whose caller is cancelled,
+    leaves the host
     `lost`: nothing is called on it again.
     """
 
@@ -111,7 +113,9 @@ class Host(ABC):
             if not future.done():
                 self.abandon()
                 key = "reset_timeout" if method in ("start", "build", "reset") else "step_timeout"
-                future.set_exception(EnvironmentTimeout(f"{self.tag}.{method} did not return within {timeout:g} s ({key})"))
+                future.set_exception(
+                    EnvironmentTimeout(f"{self.tag}.{method} did not return within {timeout:g} s ({key})")
+                )
 
         key = self.sweeper.watch(timeout, expire)
         try:
@@ -121,8 +125,8 @@ class Host(ABC):
 
 
 class InlineHost(Host):
-    """Calls run on the event loop. Nothing can interrupt a plain function there: timeouts hold for coroutines only, and a hanging
-    environment stops the whole run. For environments of microseconds, and for debugging."""
+    """Calls run on the event loop. Nothing can interrupt a plain function there: timeouts hold for coroutines only, and
+    a hanging environment stops the whole run. For environments of microseconds, and for debugging."""
 
     _environment: Any = None
 
@@ -198,10 +202,11 @@ class ThreadHost(Host):
 
 
 class ProcessHost(ThreadHost):
-    """Calls run in a process of the environment's own; the host's thread waits for the answers. A hang kills the process.
+    """Calls run in a process of the environment's own; the host's thread waits for the answers. A hang kills the
+    process.
 
-    `start` starts the process alone, which may take longer than anything that the environment does; `build` does it where that was
-    not called before.
+    `start` starts the process alone, which may take longer than anything that the environment does; `build` does it
+    where that was not called before.
     """
 
     _process: ProcessEnvironment | None = None
@@ -225,7 +230,9 @@ class ProcessHost(ThreadHost):
 HOSTS: dict[StepMode, type[Host]] = {"inline": InlineHost, "thread": ThreadHost, "process": ProcessHost}
 
 
-def _post(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], outcome: tuple[Any, BaseException | None]) -> None:
+def _post(
+    loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], outcome: tuple[Any, BaseException | None]
+) -> None:
     def resolve() -> None:
         if not future.done():
             future.set_result(outcome)

@@ -33,7 +33,8 @@ def problems(config: RunConfig) -> list[str]:
         return []
     fix = f"max_steps: {missing[0]}" if missing[0] else "dump them first, with mode: dump"
     return [
-        f"$.rollout_mock.dump_dir: {config.rollout_mock.dump_dir} holds no rollouts of step {missing[0]}, max_steps is {config.max_steps}. Fix: {fix}"
+        f"$.rollout_mock.dump_dir: {config.rollout_mock.dump_dir} holds no rollouts of step {missing[0]}, max_steps is"
+        f" {config.max_steps}. Fix: {fix}"
     ]
 
 
@@ -44,8 +45,8 @@ def file_of(config: RunConfig, step: int) -> Path:
 
 
 def write(config: RunConfig, step: int, played: RolloutResult) -> Path:
-    """Write a step's rollouts, replacing those of an earlier run. Raises ConfigError where an environment or manager put something into them
-    that cannot be written exactly."""
+    """Write a step's rollouts, replacing those of an earlier run. Raises ConfigError where an environment or manager
+    put something into them that cannot be written exactly."""
     data = {
         "sizes": _sizes(config),
         "trajectories": played.trajectories,
@@ -58,7 +59,9 @@ def write(config: RunConfig, step: int, played: RolloutResult) -> Path:
         record, buffer = encode(data)
     except TypeError as error:
         text = str(error).removeprefix("it")
-        raise ConfigError(f"$.rollout_mock: {path.name}: {text}. Fix: plain data and arrays in observations, state keys and extras.") from error
+        raise ConfigError(
+            f"$.rollout_mock: {path.name}: {text}. Fix: plain data and arrays in observations, state keys and extras."
+        ) from error
     path.parent.mkdir(parents=True, exist_ok=True)
     # A run that is killed while it writes leaves no half file under the name that is read.
     partial = path.with_suffix(".partial")
@@ -69,15 +72,21 @@ def write(config: RunConfig, step: int, played: RolloutResult) -> Path:
 
 
 def read(config: RunConfig, step: int) -> RolloutResult:
-    """The rollouts of a step as they were played. Raises ConfigError for a file that is missing, damaged, or of another batch."""
+    """The rollouts of a step as they were played. Raises ConfigError for a file that is missing, damaged, or of another
+    batch."""
     path = file_of(config, step)
     try:
         with path.open("rb") as raw, np.load(raw) as file:
             data = decode(file["record"].tobytes(), file["buffer"].tobytes())
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-        raise ConfigError(f"$.rollout_mock: {path} cannot be read ({type(error).__name__}: {error}). Fix: dump the rollouts again.") from error
+        raise ConfigError(
+            f"$.rollout_mock: {path} cannot be read ({type(error).__name__}: {error}). Fix: dump the rollouts again."
+        ) from error
     if data["sizes"] != _sizes(config):
-        raise ConfigError(f"$.rollout_mock: {path} was dumped with {data['sizes']}, this run has {_sizes(config)}. Fix: the same sizes.")
+        raise ConfigError(
+            f"$.rollout_mock: {path} was dumped with {data['sizes']}, this run has {_sizes(config)}. Fix: the same"
+            " sizes."
+        )
     return RolloutResult(data["trajectories"], data["samples"], data["counts"], {}, data["failures"])
 
 

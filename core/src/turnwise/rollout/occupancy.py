@@ -27,8 +27,10 @@ _sums: WeakValueDictionary[int, _Sum] = WeakValueDictionary()
 class Occupancy:
     """One scheduler's part of the episodes that are alive on a backend.
 
-    A batching backend starts when as many requests wait as `live` reported. Training and evaluation each have a scheduler on the same
-    backend: were each to report its own number, the backend would wait for requests that never come, or start before all have come.
+    A batching backend starts when as many requests wait as `live` reported. Training and evaluation each have a
+    scheduler on the same
+    backend: were each to report its own number, the backend would wait for requests that never come, or start before
+    all have come.
     """
 
     def __init__(self, backend: InferenceBackend) -> None:
@@ -36,7 +38,8 @@ class Occupancy:
         self._episodes = 0
 
     def set(self, episodes: int) -> None:
-        """So many of this scheduler's episodes are alive now; the backend gets the sum where it has changed, and the first."""
+        """So many of this scheduler's episodes are alive now; the backend gets the sum where it has changed, and the
+        first."""
         self._sum.episodes += episodes - self._episodes
         self._episodes = episodes
         if self._sum.episodes != self._sum.reported:

@@ -14,12 +14,14 @@ _PYTHON = Path(traceback.__file__).parent
 def raised(error: BaseException) -> str:
     """`raised Type: message, at FILE:LINE in FUNCTION`, the innermost frame of the code that was called from here.
 
-    That code is the package (or the single file) of the first frame outside the core and Python's own library, through which the core may
-    call (an event loop); a library that it calls itself is not where to look.
+    That code is the package (or the single file) of the first frame outside the core and Python's own library, through
+    which the core may call (an event loop); a library that it calls itself is not where to look.
     """
     frames = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
     outside = [(path, frame) for path, frame in frames if _CORE not in path.parents and not _is_pythons(path)]
-    outside = outside or [(path, frame) for path, frame in frames if path.parent.name != "rollout"]  # the kit's fakes are the core's own
+    outside = outside or [
+        (path, frame) for path, frame in frames if path.parent.name != "rollout"
+    ]  # the kit's fakes are the core's own
     if not outside:
         return f"raised {one_line(error)}"
     root = _root(outside[0][0])

@@ -53,7 +53,9 @@ class ProcessEnvironment:
     def __init__(self, build: Callable[[], Any]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, self._remote = context.Pipe()
-        self._process = context.Process(target=_serve, args=(self._remote, build), daemon=True, name="turnwise environment")
+        self._process = context.Process(
+            target=_serve, args=(self._remote, build), daemon=True, name="turnwise environment"
+        )
         self._killed = False
 
     def start(self) -> None:
@@ -99,7 +101,8 @@ class ProcessEnvironment:
             self._reap()
 
     def kill(self) -> None:
-        """End the process and what it started, now. Safe from another thread: a call that waits for the process then fails."""
+        """End the process and what it started, now. Safe from another thread: a call that waits for the process then
+        fails."""
         self._killed = True
         pid = self._process.pid
         if pid is None or not self._process.is_alive():
@@ -169,7 +172,12 @@ def _serve(pipe: Connection, build: Callable[[], Any]) -> None:
             except (OSError, EOFError):
                 break
             except Exception as error:  # the value cannot be pickled
-                pipe.send((False, (f"returned what cannot be sent to another process: {one_line(error)}", traceback.format_exc())))
+                pipe.send(
+                    (
+                        False,
+                        (f"returned what cannot be sent to another process: {one_line(error)}", traceback.format_exc()),
+                    )
+                )
             method, arguments = pipe.recv()
         except (EOFError, OSError):
             break

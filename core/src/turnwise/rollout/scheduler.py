@@ -1,4 +1,5 @@
-"""The scheduler runs the attempts at the episodes of the buffer's groups, many at once, and knows how many are alive."""
+"""The scheduler runs the attempts at the episodes of the buffer's groups, many at once, and knows how many are
+alive."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ from typing import Any
 
 from turnwise.contracts.chat import Chat
 from turnwise.contracts.inference import InferenceBackend
-from turnwise.contracts.rollout import EnvironmentTimeout, EpisodeSpec, Executor, Played, RolloutResult, RolloutSettings, TagPlan, WorkerLost
+from turnwise.contracts.rollout import (
+    EnvironmentTimeout,
+    EpisodeSpec,
+    Executor,
+    Played,
+    RolloutResult,
+    RolloutSettings,
+    TagPlan,
+    WorkerLost,
+)
 from turnwise.errors import CheckpointError, EngineError, EnvironmentFailure, TurnwiseError, one_line
 from turnwise.rollout.buffer import Group, GroupBuffer, Place
 from turnwise.rollout.occupancy import Occupancy
@@ -23,7 +33,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, plans: Sequence[TagPlan], settings: RolloutSettings, backend: InferenceBackend, chat: Chat | None, executor: Executor | None = None
+        self,
+        plans: Sequence[TagPlan],
+        settings: RolloutSettings,
+        backend: InferenceBackend,
+        chat: Chat | None,
+        executor: Executor | None = None,
     ) -> None:
         self.plans = tuple(plans)
         self.settings = settings
@@ -38,9 +53,9 @@ class Scheduler:
     async def next_batch(self, step: int, *, version: int) -> RolloutResult:
         """All groups of pipeline step `step`, played with the weights of `version`.
 
-        Raises EngineError (the backend failed or did not answer), or EnvironmentFailure past `max_env_failure_rate`. With an
-        `async_generation_ratio` r, groups of the steps up to version + r are started too, as far as `max_steps` goes, and
-        go on playing after the return.
+        Raises EngineError (the backend failed or did not answer), or EnvironmentFailure past `max_env_failure_rate`.
+        With an `async_generation_ratio` r, groups of the steps up to version + r are started too, as far as `max_steps`
+        goes, and go on playing after the return.
         """
         assert not self.settings.evaluation, "next_batch belongs to training"
         ratio = self.settings.async_generation_ratio
@@ -51,8 +66,9 @@ class Scheduler:
         return await self._finish(step)
 
     async def evaluate(self, *, render: int = 0) -> RolloutResult:
-        """The fixed tasks of an evaluation: serials 0…G−1, of a data set rows 0…n−1 per tag. Nothing is replaced; what could not be
-        played is in `counts` and `failures`. `frames` holds those of the first `render` episodes of each tag. Errors as `next_batch`."""
+        """The fixed tasks of an evaluation: serials 0…G−1, of a data set rows 0…n−1 per tag. Nothing is replaced; what
+        could not be played is in `counts` and `failures`. `frames` holds those of the first `render` episodes of each
+        tag. Errors as `next_batch`."""
         assert self.settings.evaluation, "evaluate needs settings with evaluation=True"
         self.buffer.admit(0, render=render)
         return await self._finish(0)
@@ -64,7 +80,9 @@ class Scheduler:
     def load_state(self, state: dict[str, Any]) -> None:  # Any: as `state`
         """Take up a state of `state()`. Raises CheckpointError for one that this run cannot go on with."""
         if not isinstance(state.get("queue"), list):
-            raise CheckpointError("the checkpoint's scheduler state holds no queue of groups. Fix: resume from another checkpoint.")
+            raise CheckpointError(
+                "the checkpoint's scheduler state holds no queue of groups. Fix: resume from another checkpoint."
+            )
         self.buffer.restore(state["queue"])
 
     async def close(self) -> None:
@@ -75,7 +93,8 @@ class Scheduler:
     # ---------------------------------------------------------------- a step from beginning to end
 
     async def _finish(self, step: int) -> RolloutResult:
-        """Play until the step is finished. One failure ends all that plays: later steps are of no use without this one."""
+        """Play until the step is finished. One failure ends all that plays: later steps are of no use without this
+        one."""
         try:
             if self._failure is None:
                 self._fill()
@@ -115,7 +134,8 @@ class Scheduler:
         self._failure = self._waiter = None
 
     def _fill(self) -> None:
-        """Start waiting episodes as far as `max_concurrent` allows, then report how many are alive, before any can ask."""
+        """Start waiting episodes as far as `max_concurrent` allows, then report how many are alive, before any can
+        ask."""
         limit = None if self.settings.max_concurrent is None else self.settings.max_concurrent * self.executor.workers
         while limit is None or len(self._tasks) < limit:
             if (waiting := self.buffer.start()) is None:
@@ -128,7 +148,8 @@ class Scheduler:
     # ---------------------------------------------------------------- episodes
 
     async def _member(self, group: Group, member: int) -> None:
-        """One member of a group: attempts until one is whole or none is left. Whatever this raises ends the batch (`_left`)."""
+        """One member of a group: attempts until one is whole or none is left. Whatever this raises ends the batch
+        (`_left`)."""
         task = asyncio.current_task()
         assert task is not None
         outcome = None
@@ -149,13 +170,15 @@ class Scheduler:
             self.buffer.end(group, member, outcome)
             try:
                 self._fill()
-            except Exception as error:  # of the backend's `live`: this task is none of the batch's any more, so nobody would look at it
+            # of the backend's `live`: this task is none of the batch's any more, so nobody would look at it
+            except Exception as error:
                 self._fail(error)
             if self.buffer.finished(group.step):
                 self._wake()
 
     def _left(self, group: Group, member: int, task: asyncio.Task[None]) -> None:
-        """A task has ended, in whatever way, also cancelled before its first line: without an outcome its step cannot end."""
+        """A task has ended, in whatever way, also cancelled before its first line: without an outcome its step cannot
+        end."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if task not in self._tasks:  # its member has its outcome, or `_abort` has given it up
             return
@@ -189,7 +212,9 @@ class Scheduler:
     def _count(self, group: Group, place: Place, error: Exception) -> None:
         """Count a failed attempt. Raises EnvironmentFailure when there are too many of them."""
         serial, member, attempt = place
-        cause = str(error) if isinstance(error, EnvironmentFailure) else f"the environment manager raised {one_line(error)}"
+        cause = (
+            str(error) if isinstance(error, EnvironmentFailure) else f"the environment manager raised {one_line(error)}"
+        )
         line = f"{group.plan.tag}, group {serial}, member {member}, attempt {attempt}: {' '.join(cause.split())}"
         group.failures.append((place, line))
         if isinstance(error, WorkerLost) and not error.counts:
@@ -202,7 +227,8 @@ class Scheduler:
             tags = ", ".join(f"{tag}: {count}" for tag, count in step.failed_tags().items())
             what = "the evaluation" if self.settings.evaluation else f"step {step.number}"
             raise EnvironmentFailure(
-                f"{failed} attempts to play an episode failed in {what} ({tags}; {step.planned} episodes planned, {attempts} attempts begun), "
-                f"more than max_env_failure_rate: {self.settings.max_env_failure_rate:g} allows. Last cause: {line.rstrip('.')}. "
-                "Fix: repair the environment, or raise max_env_failure_rate, step_timeout, reset_timeout or max_env_retries."
+                f"{failed} attempts to play an episode failed in {what} ({tags}; {step.planned} episodes planned,"
+                f" {attempts} attempts begun), more than max_env_failure_rate: {self.settings.max_env_failure_rate:g}"
+                f" allows. Last cause: {line.rstrip('.')}. Fix: repair the environment, or raise max_env_failure_rate,"
+                " step_timeout, reset_timeout or max_env_retries."
             ) from error

@@ -21,7 +21,8 @@ def tag_digest(tag: str) -> int:
 
 
 def environment_seed(seed: int, tag: str, group: int, *, evaluation: bool = False) -> int:
-    """The seed (0 ≤ seed < 2**32) with which every member of group `group` resets. Those of an evaluation are drawn apart from training's.
+    """The seed (0 ≤ seed < 2**32) with which every member of group `group` resets. Those of an evaluation are drawn
+    apart from training's.
 
     No more bits: `np.random.RandomState`, which many environments seed, takes 32."""
     sequence = np.random.SeedSequence([seed % 2**64, tag_digest(tag), group, _EVALUATION if evaluation else _TRAIN])
@@ -35,7 +36,8 @@ def request_seed(environment: int, member: int, attempt: int, turn: int) -> int:
 
 
 def task_index(seed: int, tag: str, serial: int, num_tasks: int) -> int:
-    """The row of a data set that group number `serial` of its tag plays: a seeded permutation per pass over the rows."""
+    """The row of a data set that group number `serial` of its tag plays: a seeded permutation per pass over the
+    rows."""
     epoch, position = divmod(serial, num_tasks)
     return int(_permutation(seed, tag, epoch, num_tasks)[position])
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 class Sweeper:
     """Calls `expire` of every watch whose time is over, within about a twentieth of the shortest timeout.
 
-    Its clock counts the time in which the event loop was free: a call is not blamed for what blocked the loop. The timer runs only
-    while something is watched.
+    Its clock counts the time in which the event loop was free: a call is not blamed for what blocked the loop. The
+    timer runs only while something is watched.
     """
 
     def __init__(self, shortest: float) -> None:
@@ -45,7 +45,9 @@ class Sweeper:
         now = loop.time()
         self._clock += min(now - self._last, 2 * self.tick)
         self._last = now
-        for key, expire in [(key, expire) for key, (deadline, expire) in self._watches.items() if deadline <= self._clock]:
+        for key, expire in [
+            (key, expire) for key, (deadline, expire) in self._watches.items() if deadline <= self._clock
+        ]:
             self.release(key)
             expire()
         self._timer = loop.call_later(self.tick, self._sweep, loop) if self._watches else None

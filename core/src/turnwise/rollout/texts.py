@@ -1,4 +1,5 @@
-"""The environments' own texts: a few random episodes, recorded as a model would have seen them (to train a tokenizer on)."""
+"""The environments' own texts: a few random episodes, recorded as a model would have seen them (to train a tokenizer
+on)."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class _Recorder(Player):
 def environment_texts(plans: Sequence[tuple[TagPlan, EnvManagerConfig]], seed: int) -> list[Message]:
     """Every distinct text, as a message with its role, of `EPISODES` random episodes of each plan, in the order seen.
 
-    The timeouts, the retries and the failure rate are those of the plan's manager. Raises EnvironmentFailure past that rate.
+    The timeouts, the retries and the failure rate are those of the plan's manager. Raises EnvironmentFailure past that
+    rate.
     """
     found: list[tuple[str, str]] = []
 

@@ -1,4 +1,5 @@
-"""One environment of a tag, built to be looked at before anything starts: that it can be built, and how many tasks it holds."""
+"""One environment of a tag, built to be looked at before anything starts: that it can be built, and how many tasks it
+holds."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def number_of_tasks(
 ) -> int | None:
     """How many tasks a data-set environment holds; None for the others.
 
-    `name` and `options` (env_config) are for the message. Raises ConfigError (its constructor raised, or did not end within
-    `timeout` seconds) and PluginError (no such environment). What hangs is left behind on its daemon thread.
+    `name` and `options` (env_config) are for the message. Raises ConfigError (its constructor raised, or did not end
+    within `timeout` seconds) and PluginError (no such environment). What hangs is left behind on its daemon thread.
     """
     try:
         environment = _within(timeout, build)
@@ -59,7 +60,8 @@ def _close(environment: Any) -> None:
 
 
 def _within(timeout: float, call: Callable[[], T]) -> T:
-    """The call's result; TimeoutError after `timeout` seconds. Without a limit it runs on this thread, where a breakpoint works."""
+    """The call's result; TimeoutError after `timeout` seconds. Without a limit it runs on this thread, where a
+    breakpoint works."""
     if math.isinf(timeout):
         return call()
     # A list, for None is a result too.

@@ -1,5 +1,5 @@
-"""What plays episodes in one process, the driver's or a worker's: on its event loop, environments in their hosts. Public: a runtime's
-workers run it."""
+"""What plays episodes in one process, the driver's or a worker's: on its event loop, environments in their hosts.
+Public: a runtime's workers run it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,20 @@ def cores() -> int:
 class LocalExecutor:
     """Episodes on this event loop; environments in their hosts. `chat` is None for a backend of `input: messages`.
 
-    `sharing`: how many executors, this one included, start processes for their environments on this machine: each has its share of the
-    cores for that.
+    `sharing`: how many executors, this one included, start processes for their environments on this machine: each has
+    its share of the cores for that.
     """
 
     workers = 1
 
-    def __init__(self, plans: Iterable[TagPlan], settings: RolloutSettings, backend: InferenceBackend, chat: Chat | None, sharing: int = 1) -> None:
+    def __init__(
+        self,
+        plans: Iterable[TagPlan],
+        settings: RolloutSettings,
+        backend: InferenceBackend,
+        chat: Chat | None,
+        sharing: int = 1,
+    ) -> None:
         self.settings, self.backend, self.chat = settings, backend, chat
         self._sweeper = Sweeper(min(settings.step_timeout, settings.reset_timeout, settings.request_timeout))
         starts = asyncio.Semaphore(max(1, cores() // sharing))
@@ -76,9 +83,16 @@ class LocalExecutor:
             )
             trajectories = _several(await plan.manager.run(episode, self._sampler(self.backend, spec, stop)), spec.tag)
             for trajectory in trajectories:
-                if not math.isfinite(trajectory.score):  # the manager's own penalty, or a sum of rewards that are finite each
-                    raise EnvironmentFailure(f"{spec.tag}: the score of the episode is {trajectory.score}. Fix: rewards and penalties of finite sum.")
-            samples = [[] if self.settings.evaluation else plan.manager.samples(trajectory) for trajectory in trajectories]
+                if not math.isfinite(
+                    trajectory.score
+                ):  # the manager's own penalty, or a sum of rewards that are finite each
+                    raise EnvironmentFailure(
+                        f"{spec.tag}: the score of the episode is {trajectory.score}. Fix: rewards and penalties of"
+                        " finite sum."
+                    )
+            samples = [
+                [] if self.settings.evaluation else plan.manager.samples(trajectory) for trajectory in trajectories
+            ]
         except asyncio.CancelledError:
             if not host.lost:  # it was the model that the episode waited for
                 pool.give(host)
@@ -90,13 +104,18 @@ class LocalExecutor:
             await host.discard(self.settings.step_timeout)
             if isinstance(error, Exception):
                 raise
-            # asyncio lets SystemExit through to whoever runs the loop: a run would end without a word, a worker by its death.
+            # asyncio lets SystemExit through to whoever runs the loop: a run would end without a word, a worker by its
+            # death.
             place = f"{spec.tag}, group {spec.group}, member {spec.member}"
-            raise TurnwiseError(f"{place}: the episode ended by {one_line(error)}. Fix: an environment manager that returns or raises.") from error
+            raise TurnwiseError(
+                f"{place}: the episode ended by {one_line(error)}. Fix: an environment manager that returns or raises."
+            ) from error
         pool.give(host)
         return Played(trajectories, samples, frames)
 
-    def _sampler(self, backend: InferenceBackend, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]) -> EpisodeSampler:
+    def _sampler(
+        self, backend: InferenceBackend, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]
+    ) -> EpisodeSampler:
         requests = Requests(backend, self.settings, self._sweeper, stop, self._given_up)
         return EpisodeSampler(requests, spec.tag, spec.seed, spec.group, spec.member, spec.attempt)
 
@@ -107,7 +126,8 @@ class LocalExecutor:
         return self._players[plan.tag]
 
     async def abort(self) -> None:
-        """Abort at the backend what was given up, within the grace; an error in it is logged, for nobody can act on it."""
+        """Abort at the backend what was given up, within the grace; an error in it is logged, for nobody can act on
+        it."""
         # In place: the samplers of episodes hold this very list.
         given_up, self._given_up[:] = list(self._given_up), []
         aborts = [asyncio.ensure_future(_aborted(backend, request)) for backend, request in given_up]
@@ -131,13 +151,23 @@ class LocalExecutor:
 
 
 def _several(played: Trajectory | list[Trajectory], tag: str) -> list[Trajectory]:
-    """What `run` returned as a list. Raises PluginError for none at all, and for two of one role, whose group would hold an episode twice."""
+    """What `run` returned as a list. Raises PluginError for none at all, and for two of one role, whose group would
+    hold an episode twice."""
     trajectories = [played] if isinstance(played, Trajectory) else played
-    if not isinstance(trajectories, list) or not trajectories or not all(isinstance(one, Trajectory) for one in trajectories):
-        raise PluginError(f"the environment manager of {tag} returned {played!r:.80}. Fix: a Trajectory, or a list of them.")
+    if (
+        not isinstance(trajectories, list)
+        or not trajectories
+        or not all(isinstance(one, Trajectory) for one in trajectories)
+    ):
+        raise PluginError(
+            f"the environment manager of {tag} returned {played!r:.80}. Fix: a Trajectory, or a list of them."
+        )
     roles = [trajectory.role for trajectory in trajectories]
     if len(set(roles)) < len(roles):
-        raise PluginError(f"the environment manager of {tag} returned trajectories of the roles {roles}. Fix: a role of its own for each.")
+        raise PluginError(
+            f"the environment manager of {tag} returned trajectories of the roles {roles}. Fix: a role of its own for"
+            " each."
+        )
     return trajectories
 
 

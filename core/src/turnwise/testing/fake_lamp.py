@@ -10,8 +10,8 @@ SIDES = ("Left", "Right")
 
 
 class FakeLamp:
-    """A picture of uint8 [height, width, 3], one half of it lit: going there is worth 1, for `turns` turns; a hundredth for every letter said
-    beside it makes unequal rewards likely."""
+    """A picture of uint8 [height, width, 3], one half of it lit: going there is worth 1, for `turns` turns; a hundredth
+    for every letter said beside it makes unequal rewards likely."""
 
     def __init__(self, height: int = 50, width: int = 70, turns: int = 2) -> None:
         self._height, self._width, self._turns = height, width, turns
@@ -25,7 +25,13 @@ class FakeLamp:
         """Reward the side that was lit, and light one again."""
         self._turn += 1
         right = action.strip() == self._side
-        return self._shown(), float(right) + len(action) / 100, self._turn == self._turns, False, {"actions": SIDES, "success": right}
+        return (
+            self._shown(),
+            float(right) + len(action) / 100,
+            self._turn == self._turns,
+            False,
+            {"actions": SIDES, "success": right},
+        )
 
     def _shown(self) -> list[dict[str, Any]]:
         self._side = str(self._random.choice(SIDES))

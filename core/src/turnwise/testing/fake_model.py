@@ -1,4 +1,5 @@
-"""A model without torch: characters as tokens, a softmax bigram as the network, so that a whole run learns in seconds on numpy."""
+"""A model without torch: characters as tokens, a softmax bigram as the network, so that a whole run learns in seconds
+on numpy."""
 
 from __future__ import annotations
 
@@ -36,12 +37,19 @@ class FakeChat:
             raise ConfigError(f"template_args: the fake chat reads none of {', '.join(args)}. Fix: leave them out")
         return self
 
-    def render(self, messages: Sequence[Message], images: Sequence[np.ndarray] = (), tools: Sequence[dict[str, Any]] | None = None) -> np.ndarray:
+    def render(
+        self,
+        messages: Sequence[Message],
+        images: Sequence[np.ndarray] = (),
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> np.ndarray:
         """int32 ids of the conversation, ending with the assistant's header."""
         ids = [id_ for message in messages for id_ in (ROLES[message["role"]], *_content_ids(message["content"]), END)]
         return int32([*ids, ROLES["assistant"]])
 
-    def extend(self, ids: np.ndarray, finish: str, messages: Sequence[Message], images: Sequence[np.ndarray] = ()) -> np.ndarray:
+    def extend(
+        self, ids: np.ndarray, finish: str, messages: Sequence[Message], images: Sequence[np.ndarray] = ()
+    ) -> np.ndarray:
         """The end id if it was not sampled, then `messages`, then the assistant's header."""
         closed = len(ids) > 0 and int(ids[-1]) == END
         return np.concatenate([int32([] if closed else [END]), self.render(messages, images)])
@@ -76,7 +84,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def initial_weights(letters: str = "abcd", seed: int = 0) -> np.ndarray:
-    """float64 [V, V]: row = the token before, column = the next; the letters and the end are likely, everything else is very unlikely."""
+    """float64 [V, V]: row = the token before, column = the next; the letters and the end are likely, everything else is
+    very unlikely."""
     weights = np.full((VOCABULARY, VOCABULARY), -10.0)
     weights[:, [*letters.encode(), END]] = 0.0
     # Unequal, so that greedy sampling has one answer.
@@ -87,7 +96,9 @@ def save_model(folder: Path, weights: np.ndarray) -> None:
     """Write a model folder that FakeModelSource accepts."""
     folder.mkdir(parents=True, exist_ok=True)
     np.save(folder / "weights.npy", weights)
-    (folder / "config.json").write_text(json.dumps({"model_type": "turnwise_fake", "vocab_size": VOCABULARY}), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "turnwise_fake", "vocab_size": VOCABULARY}), encoding="utf-8"
+    )
 
 
 def load_model(folder: Path) -> np.ndarray:
@@ -95,7 +106,9 @@ def load_model(folder: Path) -> np.ndarray:
     try:
         weights: np.ndarray = np.load(folder / "weights.npy")
     except (OSError, ValueError, EOFError) as error:
-        raise CheckpointError(f"{folder} is not a model folder of the fake source ({error}). Fix: name a folder that it exported.") from error
+        raise CheckpointError(
+            f"{folder} is not a model folder of the fake source ({error}). Fix: name a folder that it exported."
+        ) from error
     return weights
 
 
@@ -121,8 +134,18 @@ class FakeModelSource:
         """Unknown recipe keys, or a folder that is not there."""
         if isinstance(pretrain, str):
             found = pretrain == "fake" or (Path(pretrain) / "weights.npy").is_file()
-            return [] if found else [f"pretrain: {pretrain!r} is not a folder with weights.npy. Fix: name one, or write pretrain: fake."]
-        return [f"pretrain: unknown key {key!r}.{did_you_mean(key, ['letters'])} Known: letters." for key in pretrain if key != "letters"]
+            return (
+                []
+                if found
+                else [
+                    f"pretrain: {pretrain!r} is not a folder with weights.npy. Fix: name one, or write pretrain: fake."
+                ]
+            )
+        return [
+            f"pretrain: unknown key {key!r}.{did_you_mean(key, ['letters'])} Known: letters."
+            for key in pretrain
+            if key != "letters"
+        ]
 
     def chat(self, folder: Path) -> FakeChat:
         """The chat format, the same for every folder."""
@@ -137,7 +160,8 @@ class FakeBackendConfig:
 
 
 class FakeBackend:
-    """Samples from the bigram, from the whole distribution: of the generating arguments it knows the temperature and the limit alone."""
+    """Samples from the bigram, from the whole distribution: of the generating arguments it knows the temperature and
+    the limit alone."""
 
     input: Literal["ids", "messages"] = "ids"
 
@@ -175,13 +199,17 @@ class FakeBackend:
         logprobs: list[float] = []
         while len(ids) < request.max_new_tokens and END not in ids[-1:]:
             scores = log_softmax(self._weights[before] / (request.args.temperature or 1.0))
-            chosen = int(scores.argmax() if request.args.temperature == 0 else generator.choice(VOCABULARY, p=np.exp(scores)))
+            chosen = int(
+                scores.argmax() if request.args.temperature == 0 else generator.choice(VOCABULARY, p=np.exp(scores))
+            )
             ids.append(chosen)
             logprobs.append(float(scores[chosen]))
             before = chosen
         self.served += 1
         finish: Literal["stop", "length"] = "stop" if END in ids[-1:] else "length"
-        return Generation(FakeChat().decode(int32(ids)), int32(ids), float32(logprobs), int32([self._version] * len(ids)), finish)
+        return Generation(
+            FakeChat().decode(int32(ids)), int32(ids), float32(logprobs), int32([self._version] * len(ids)), finish
+        )
 
     def live(self, episodes: int) -> None:
         """Remember the number of running episodes."""
@@ -216,7 +244,8 @@ class FakeBackend:
 
 
 class FakeStrategy:
-    """Trains the bigram by plain gradient steps on −coef·A·log-prob, whatever loss is named, with the KL (k3) and entropy terms.
+    """Trains the bigram by plain gradient steps on −coef·A·log-prob, whatever loss is named, with the KL (k3) and
+    entropy terms.
 
     With `head: value` it trains one value per preceding token on coef·½(V − return)².
     """
@@ -275,7 +304,9 @@ class FakeStrategy:
         entropy = -(probabilities * scores).sum(-1)
         reference = columns["ref_log_probs"] if update.kl_coef else new
         ratio = np.exp(np.clip(reference - new, -20, 20))
-        loss = -columns["advantages"] * new + update.kl_coef * (ratio - np.log(ratio) - 1) - update.entropy_coef * entropy
+        loss = (
+            -columns["advantages"] * new + update.kl_coef * (ratio - np.log(ratio) - 1) - update.entropy_coef * entropy
+        )
         by_token = columns["coef"] * (-columns["advantages"] + update.kl_coef * (1 - ratio))
         per_logit = -by_token[:, None] * probabilities
         per_logit[np.arange(len(token)), token] += by_token
@@ -284,9 +315,17 @@ class FakeStrategy:
         # Unbuffered: a token stands before several others, and indexing would keep only the last of their sums.
         np.add.at(gradient, before, per_logit / self._context.temperature)
         weight = columns.get("weight", np.ones(len(token)))
-        old = np.where(np.isnan(columns["old_log_probs"]), new, columns["old_log_probs"]) if "old_log_probs" in columns else new
+        old = (
+            np.where(np.isnan(columns["old_log_probs"]), new, columns["old_log_probs"])
+            if "old_log_probs" in columns
+            else new
+        )
         change = new - old
-        per_token = {"policy/entropy": entropy, "policy/approx_kl": np.exp(change) - 1 - change, "policy/ratio_mean": np.exp(change)}
+        per_token = {
+            "policy/entropy": entropy,
+            "policy/approx_kl": np.exp(change) - 1 - change,
+            "policy/ratio_mean": np.exp(change),
+        }
         sums = {name: (float((weight * value).sum()), float(weight.sum())) for name, value in per_token.items()}
         return float((columns["coef"] * loss).sum()), gradient, sums
 
@@ -317,7 +356,9 @@ class FakeStrategy:
                 self._weights[:], self._values[:] = state["weights"], state["values"]
                 self._updates = int(state["updates"])
         except Exception as error:  # zipfile, OSError, KeyError: whatever is wrong with the file, it is not a state
-            raise CheckpointError(f"{folder / 'state.npz'} cannot be read ({error}). Fix: resume from another checkpoint.") from error
+            raise CheckpointError(
+                f"{folder / 'state.npz'} cannot be read ({error}). Fix: resume from another checkpoint."
+            ) from error
 
     def export(self, folder: Path) -> None:
         """A folder that FakeModelSource accepts."""

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from attrs import field, frozen, validators
 
 from turnwise.contracts.batch_adjust import AdjustContext, AdjustInput, PlannedUpdate
-from turnwise.contracts.chat import Chat, Message
+from turnwise.contracts.chat import Message
 from turnwise.contracts.env_manager import Episode, ManagerContext, Sampler
 from turnwise.contracts.environment import Response
 from turnwise.contracts.estimator import EstimatorContext
 from turnwise.contracts.group_filter import FilterContext
-from turnwise.contracts.inference import InferenceBackend
 from turnwise.contracts.logger import LoggerContext
 from turnwise.contracts.loss import LossContext, LossView
-from turnwise.contracts.rollout import RolloutSettings, TagPlan
-from turnwise.contracts.runtime import RuntimeCapabilities, RuntimeContext, ServePlan, StrategyRole, TrainPlan, TrainRole
-from turnwise.contracts.train import TrainStrategy
 from turnwise.data.batch import Batch, Table
 from turnwise.data.trajectory import Generation, Sample, StopReason, Trajectory, Turn, int32
-from turnwise.errors import TrainerError, boundary
-from turnwise.plugins import registry
 from turnwise.testing.fake_model import FakeBackend, FakeBackendConfig, FakeChat, FakeModelSource, FakeStrategy
+from turnwise.testing.fake_runtime import FakeRole, FakeRuntime
 
 __all__ = [
     "FakeBackend",
@@ -48,16 +43,17 @@ __all__ = [
     "FakeStrategy",
 ]
 
-T = TypeVar("T")
 Failure = Literal["none", "raise", "hang", "nan", "nontext"]
 
 
 class FakeEnvironment:
-    """A counting game: `length` turns, each worth `reward` times the share of `target` among the characters of the action.
+    """A counting game: `length` turns, each worth `reward` times the share of `target` among the characters of the
+    action.
 
-    `fails` at turn `fails_at` (0: reset) of episodes whose seed is a multiple of `fails_every`: `raise`, `hang` (for `hang` seconds, then
-    it goes on), `nan` (as the reward) or `nontext` (as the observation; at reset both are the observation). `success`: at least half of
-    the possible score. `tasks`: makes it a data-set environment of that many rows. `images`: observations hold a 2×2 image.
+    `fails` at turn `fails_at` (0: reset) of episodes whose seed is a multiple of `fails_every`: `raise`, `hang` (for
+    `hang` seconds, then it goes on), `nan` (as the reward) or `nontext` (as the observation; at reset both are the
+    observation). `success`: at least half of the possible score. `tasks`: makes it a data-set environment of that many
+    rows. `images`: observations hold a 2×2 image.
     """
 
     def __init__(
@@ -113,7 +109,11 @@ class FakeEnvironment:
         return [{"type": "text", "text": text}, {"type": "image", "image": np.full((2, 2, 3), self._turn, np.uint8)}]
 
     def _info(self, done: bool) -> dict[str, Any]:
-        info: dict[str, Any] = {"state_key": (self._start, self._turn), "actions": ("a", "b"), "metrics": {"count": float(self._turn)}}
+        info: dict[str, Any] = {
+            "state_key": (self._start, self._turn),
+            "actions": ("a", "b"),
+            "metrics": {"count": float(self._turn)},
+        }
         return info | ({"success": self._score >= self._reward * self._length / 2} if done else {})
 
     def render(self) -> np.ndarray:
@@ -147,10 +147,16 @@ class FakeEnvManager:
                 break
             asked = {"messages": list(messages)} if episode.chat is None else {"ids": prompt}
             generation = await sampler.generate(
-                turn=len(turns), images=tuple(images), max_new_tokens=limit, actions=tuple(info.get("actions", ())), **asked
+                turn=len(turns),
+                images=tuple(images),
+                max_new_tokens=limit,
+                actions=tuple(info.get("actions", ())),
+                **asked,
             )
             seen, anchor = observation, info.get("state_key", observation)
-            observation, reward, terminated, truncated, info = await episode.environment.step(generation.text, Response.of(generation))
+            observation, reward, terminated, truncated, info = await episode.environment.step(
+                generation.text, Response.of(generation)
+            )
             turns.append(_turn(prompt, generation, reward, anchor, seen, len(images)))
             success = info.get("success", success)
             if terminated or truncated:
@@ -183,7 +189,11 @@ class FakeEnvManager:
             return []
         last = trajectory.turns[-1]
         ids = np.concatenate([last.prompt_ids, last.response_ids])
-        turn, versions, logprobs = np.full(len(ids), -1, np.int32), np.full(len(ids), -1, np.int32), np.zeros(len(ids), np.float32)
+        turn, versions, logprobs = (
+            np.full(len(ids), -1, np.int32),
+            np.full(len(ids), -1, np.int32),
+            np.zeros(len(ids), np.float32),
+        )
         for k, played in enumerate(trajectory.turns):
             at = slice(len(played.prompt_ids), len(played.prompt_ids) + len(played.response_ids))
             turn[at], versions[at] = np.where(played.response_mask, k, -1), played.versions
@@ -193,7 +203,9 @@ class FakeEnvManager:
         return [Sample(ids, turn >= 0, turn, logprobs if known else None, versions, last.images)]
 
 
-def _turn(prompt: np.ndarray, generation: Generation, reward: float, anchor: Any, observation: Any, images: int) -> Turn:
+def _turn(
+    prompt: np.ndarray, generation: Generation, reward: float, anchor: Any, observation: Any, images: int
+) -> Turn:
     ids = int32([]) if generation.ids is None else generation.ids
     versions = int32([0] * len(ids)) if generation.versions is None else generation.versions
     return Turn(
@@ -329,46 +341,3 @@ class FakeLogger:
     def close(self) -> None:
         """Count the calls."""
         self.closed += 1
-
-
-class FakeRole(StrategyRole):
-    """A training role in this thread."""
-
-    def __init__(self, strategy: TrainStrategy, role: str = "actor_train") -> None:
-        self.strategy = strategy
-        self.role = role
-
-    async def run(self, method: str, work: Callable[[TrainStrategy], T]) -> T:
-        """Do it here and now."""
-        with boundary(f"{self.role}: {method}", TrainerError):
-            return work(self.strategy)
-
-
-class FakeRuntime:
-    """Every role in this thread, without a thread or a timeout of its own."""
-
-    capabilities = RuntimeCapabilities(one_process=True)
-
-    def __init__(self, config: None, context: RuntimeContext) -> None:
-        self._placed: list[TrainRole | InferenceBackend] = []
-
-    async def train(self, plan: TrainPlan) -> TrainRole:
-        """Build the strategy by name."""
-        role = FakeRole(registry().build("train_strategy", plan.implementation, plan.config, plan.context), plan.role)
-        self._placed.append(role)
-        return role
-
-    async def serve(self, plan: ServePlan) -> InferenceBackend:
-        """Build the backend by name."""
-        backend: InferenceBackend = registry().build("inference_backend", plan.implementation, plan.config, plan.context)
-        self._placed.append(backend)
-        return backend
-
-    def executor(self, plans: Sequence[TagPlan], settings: RolloutSettings, chat: Chat | None, backend: InferenceBackend) -> None:
-        """None: episodes are played on the event loop."""
-
-    async def close(self) -> None:
-        """Close every placed role."""
-        for placed in self._placed:
-            await placed.close()
-        self._placed.clear()

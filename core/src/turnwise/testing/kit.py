@@ -16,8 +16,10 @@ FAKES = "turnwise.testing.plugin"
 def run_conformance(name: str, kind: str | None = None, strict: bool = False) -> int:
     """Run the contract tests of everything that answers to `name` and return pytest's exit code (0: all passed).
 
-    `name`: that of an implementation (or an alias), of a plugin, of a distribution, or a file `./my_env.py`. `kind`: only this kind.
-    `strict`: a skipped test counts as failed. Raises PluginError (unknown name or kind) or MachineError (pytest is not installed).
+    `name`: that of an implementation (or an alias), of a plugin, of a distribution, or a file `./my_env.py`. `kind`:
+    only this kind.
+    `strict`: a skipped test counts as failed. Raises PluginError (unknown name or kind) or MachineError (pytest is not
+    installed).
     """
     try:
         import pytest
@@ -33,7 +35,9 @@ def run_conformance(name: str, kind: str | None = None, strict: bool = False) ->
 
 def _chosen(name: str, kind: str | None) -> list[Entry]:
     if kind is not None and kind not in KINDS.values():
-        raise PluginError(f"there is no kind {kind!r}.{did_you_mean(kind, KINDS.values())} Kinds: {listed(KINDS.values())}.")
+        raise PluginError(
+            f"there is no kind {kind!r}.{did_you_mean(kind, KINDS.values())} Kinds: {listed(KINDS.values())}."
+        )
     registry().declare([FAKES, *([name] if name.endswith(".py") else [])], Path.cwd())
     known = registry().entries(kind)
     exact = [e for e in known if name == e.name] or [e for e in known if name in e.implementation.aliases]
@@ -46,7 +50,8 @@ def _chosen(name: str, kind: str | None) -> list[Entry]:
 
 
 def _arguments(entries: list[Entry]) -> list[str]:
-    """The contract files of these kinds, alone: no configuration, no conftest and no cache of the folder in which the user stands."""
+    """The contract files of these kinds, alone: no configuration, no conftest and no cache of the folder in which the
+    user stands."""
     files = [str(CONTRACTS / f"{kind}.py") for kind in dict.fromkeys(e.kind for e in entries)]
     return [
         *files,

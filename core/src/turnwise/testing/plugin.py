@@ -7,7 +7,12 @@ from turnwise.hookspecs import Implementation, hookimpl
 def environments() -> list[Implementation]:
     """The counting game, and one of pictures."""
     return [
-        Implementation("fake_env", "turnwise.testing.fakes:FakeEnvironment", aliases=("fake",), summary="a counting game that can fail in every way"),
+        Implementation(
+            "fake_env",
+            "turnwise.testing.fakes:FakeEnvironment",
+            aliases=("fake",),
+            summary="a counting game that can fail in every way",
+        ),
         Implementation("fake_lamp", "turnwise.testing.fake_lamp:FakeLamp", summary="pictures that are lit on one side"),
     ]
 
@@ -15,7 +20,14 @@ def environments() -> list[Implementation]:
 @hookimpl
 def env_managers() -> list[Implementation]:
     """One sample per trajectory."""
-    return [Implementation("fake_manager", "turnwise.testing.fakes:FakeEnvManager", aliases=("fake",), summary="a dialogue without templates")]
+    return [
+        Implementation(
+            "fake_manager",
+            "turnwise.testing.fakes:FakeEnvManager",
+            aliases=("fake",),
+            summary="a dialogue without templates",
+        )
+    ]
 
 
 @hookimpl
@@ -50,19 +62,37 @@ def train_strategies() -> list[Implementation]:
 @hookimpl
 def advantage_estimators() -> list[Implementation]:
     """Score minus group mean."""
-    return [Implementation("fake_estimator", "turnwise.testing.fakes:FakeEstimator", aliases=("fake",), summary="score minus the mean of its group")]
+    return [
+        Implementation(
+            "fake_estimator",
+            "turnwise.testing.fakes:FakeEstimator",
+            aliases=("fake",),
+            summary="score minus the mean of its group",
+        )
+    ]
 
 
 @hookimpl
 def policy_losses() -> list[Implementation]:
     """The plain policy gradient."""
-    return [Implementation("fake_loss", "turnwise.testing.fakes:FakeLoss", aliases=("fake",), summary="minus advantage times log-prob")]
+    return [
+        Implementation(
+            "fake_loss", "turnwise.testing.fakes:FakeLoss", aliases=("fake",), summary="minus advantage times log-prob"
+        )
+    ]
 
 
 @hookimpl
 def batch_adjusts() -> list[Implementation]:
     """Nearly equal parts."""
-    return [Implementation("fake_adjust", "turnwise.testing.fakes:FakeBatchAdjust", aliases=("fake",), summary="nearly equal parts of shuffled rows")]
+    return [
+        Implementation(
+            "fake_adjust",
+            "turnwise.testing.fakes:FakeBatchAdjust",
+            aliases=("fake",),
+            summary="nearly equal parts of shuffled rows",
+        )
+    ]
 
 
 @hookimpl
@@ -96,7 +126,14 @@ def loggers() -> list[Implementation]:
 @hookimpl
 def runtimes() -> list[Implementation]:
     """Everything in one thread."""
-    return [Implementation("fake_runtime", "turnwise.testing.fakes:FakeRuntime", aliases=("fake",), summary="every role in one thread")]
+    return [
+        Implementation(
+            "fake_runtime",
+            "turnwise.testing.fake_runtime:FakeRuntime",
+            aliases=("fake",),
+            summary="every role in one thread",
+        )
+    ]
 
 
 @hookimpl

@@ -1,4 +1,5 @@
-"""The pytest side of the kit: contract tests run over the chosen implementations, and in strict mode a skip is a failure."""
+"""The pytest side of the kit: contract tests run over the chosen implementations, and in strict mode a skip is a
+failure."""
 
 from __future__ import annotations
 

@@ -15,11 +15,17 @@ _SHOWN = 3000
 
 
 def run_ranks(
-    command: Callable[[int], Sequence[str]], size: int, folder: Path, *, environment: Mapping[str, str] | None = None, timeout: float = 240.0
+    command: Callable[[int], Sequence[str]],
+    size: int,
+    folder: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 240.0,
 ) -> tuple[list[int], str]:
     """Run `command(rank)` for every rank below `size`: the exit codes, and the end of what each wrote to its terminal.
 
-    A rank that fails leaves others waiting for it: after GRACE_SECONDS they are terminated (code -15), as all are after `timeout` seconds.
+    A rank that fails leaves others waiting for it: after GRACE_SECONDS they are terminated (code -15), as all are after
+    `timeout` seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"said-{rank}.txt" for rank in range(size)]
@@ -27,7 +33,11 @@ def run_ranks(
     for rank, log in enumerate(logs):
         # Into files: a pipe that nobody reads would fill up and stop the rank.
         with log.open("wb") as said:
-            ranks.append(subprocess.Popen(command(rank), stdout=said, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}))
+            ranks.append(
+                subprocess.Popen(
+                    command(rank), stdout=said, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+                )
+            )
     deadline = time.monotonic() + timeout
     failed = False
     try:
@@ -45,4 +55,6 @@ def run_ranks(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    return [process.returncode for process in ranks], "\n".join(f"{log.name}: {log.read_text(errors='replace')[-_SHOWN:]}" for log in logs)
+    return [process.returncode for process in ranks], "\n".join(
+        f"{log.name}: {log.read_text(errors='replace')[-_SHOWN:]}" for log in logs
+    )

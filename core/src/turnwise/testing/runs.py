@@ -46,7 +46,9 @@ LAKE: Mapping[str, Any] = {
     "save_steps": 1,
     "rollout_batch_size": 8,
     "sequence_length": 256,
-    "pretrain": {"recipe": {"architecture": "qwen2", "num_layers": 1, "hidden_size": 16, "num_heads": 2, "tokenizer": "word"}},
+    "pretrain": {
+        "recipe": {"architecture": "qwen2", "num_layers": 1, "hidden_size": 16, "num_heads": 2, "tokenizer": "word"}
+    },
     "adv_estimator": "grpo",
     "actor_train": {
         "model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True},

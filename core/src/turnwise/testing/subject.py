@@ -17,12 +17,14 @@ class Subject:
     """One entry of the registry with its fixtures.
 
     `Implementation.fixtures` is a function without arguments that returns a dictionary with any of these keys:
-    `config`: the structured options, or a mapping of them. `context`: the context of its kind. `env_config`: an environment's options.
-    `actions`: texts to play an environment with, where its `info` names none. `reference_logprobs(ids, temperature)`: float32 log-probs of
-    tokens 1…n−1 of `ids` int32 [n] by a method that is known to be right (an entry for token 0 may stand before them). `vocab_size`: ids
-    below it are valid (64). `atol`: the tolerance of log-probs (1e-3). `lr`: a learning rate that moves the weights (1e-3).
-    `request(seed)`: a request for a backend that takes messages. `backend`: a backend that is already built. `offer(version)`: weights
-    for a backend to receive. `pretrain` and `texts`: what a model source prepares, and texts that its chat can write.
+    `config`: the structured options, or a mapping of them. `context`: the context of its kind. `env_config`: an
+    environment's options.
+    `actions`: texts to play an environment with, where its `info` names none. `reference_logprobs(ids, temperature)`:
+    float32 log-probs of tokens 1…n−1 of `ids` int32 [n] by a method that is known to be right (an entry for token 0 may
+    stand before them). `vocab_size`: ids below it are valid (64). `atol`: the tolerance of log-probs (1e-3). `lr`: a
+    learning rate that moves the weights (1e-3). `request(seed)`: a request for a backend that takes messages.
+    `backend`: a backend that is already built. `offer(version)`: weights for a backend to receive. `pretrain` and
+    `texts`: what a model source prepares, and texts that its chat can write.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -40,7 +42,9 @@ class Subject:
     def need(self, name: str) -> Any:
         """A supplied value; without it the test is skipped with the reason."""
         if name not in self.supplied:
-            pytest.skip(f"{self!r} has no fixture {name!r}. Fix: Implementation(…, fixtures='module:function') with that key.")
+            pytest.skip(
+                f"{self!r} has no fixture {name!r}. Fix: Implementation(…, fixtures='module:function') with that key."
+            )
         return self.supplied[name]
 
     def environment(self) -> Any:

@@ -16,10 +16,16 @@ Cut = Callable[[Trajectory], list[Sample]]
 
 
 def played(
-    group: int, member: int, turns: int = 3, seed: int = 0, vocabulary: int = 64, rewards: Sequence[float] = (0.0, 0.5, 1.0, -0.3)
+    group: int,
+    member: int,
+    turns: int = 3,
+    seed: int = 0,
+    vocabulary: int = 64,
+    rewards: Sequence[float] = (0.0, 0.5, 1.0, -0.3),
 ) -> Trajectory:
-    """A trajectory of `turns` turns: prompts that continue one another, one to four sampled tokens a turn (the second turn of every third
-    trajectory has none), an appended end token now and then, rewards and anchors drawn from a few."""
+    """A trajectory of `turns` turns: prompts that continue one another, one to four sampled tokens a turn (the second
+    turn of every third trajectory has none), an appended end token now and then, rewards and anchors drawn from a
+    few."""
     # By its own numbers, so that a trajectory is the same however many others are made.
     draw = np.random.default_rng([seed, group, member])
     prompt = int32(draw.integers(1, vocabulary, 3))
@@ -47,9 +53,14 @@ def played(
 
 
 def trajectories(
-    groups: int = 4, members: int = 3, seed: int = 0, vocabulary: int = 64, rewards: Sequence[float] = (0.0, 0.5, 1.0, -0.3)
+    groups: int = 4,
+    members: int = 3,
+    seed: int = 0,
+    vocabulary: int = 64,
+    rewards: Sequence[float] = (0.0, 0.5, 1.0, -0.3),
 ) -> list[Trajectory]:
-    """Groups of trajectories of one to four turns; the last member of the last group has no turn at all when there are several."""
+    """Groups of trajectories of one to four turns; the last member of the last group has no turn at all when there are
+    several."""
     made = []
     for group in range(groups):
         for member in range(members):
@@ -73,7 +84,15 @@ def row_per_turn(trajectory: Trajectory) -> list[Sample]:
         mask = np.concatenate([before, turn.response_mask]).astype(np.bool_)
         logprobs = float32(np.concatenate([before, turn.logprobs])) if turn.logprobs is not None else None
         versions = int32(np.concatenate([before - 1, turn.versions]))
-        rows.append(Sample(np.concatenate([turn.prompt_ids, turn.response_ids]), mask, int32(np.where(mask, k, -1)), logprobs, versions))
+        rows.append(
+            Sample(
+                np.concatenate([turn.prompt_ids, turn.response_ids]),
+                mask,
+                int32(np.where(mask, k, -1)),
+                logprobs,
+                versions,
+            )
+        )
     return rows
 
 
@@ -83,7 +102,8 @@ def batch_of(made: Sequence[Trajectory], cut: Cut = one_row) -> Batch:
 
 
 def training_rows(groups: int = 2, seed: int = 0, vocabulary: int = 64) -> Rows:
-    """Rows of different lengths as an update carries them: advantage 1 and coef 1/R on every one of the R sampled tokens."""
+    """Rows of different lengths as an update carries them: advantage 1 and coef 1/R on every one of the R sampled
+    tokens."""
     rows = rows_of(batch_of(trajectories(groups, 3, seed, vocabulary), row_per_turn))
     count = int(rows.response_mask.sum())
     columns = {

@@ -90,7 +90,10 @@ def test_words_upward_and_leftward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_is_the_grid_and_the_words(on_hand: None) -> None:
-    assert FrozenLake(observation="both").reset(seed=0)[0] == "P _ _ _\n_ O _ O\n_ _ _ O\nO _ _ G\nThe goal is 3 down 3 right.\nHoles: none."
+    assert (
+        FrozenLake(observation="both").reset(seed=0)[0]
+        == "P _ _ _\n_ O _ O\n_ _ _ O\nO _ _ G\nThe goal is 3 down 3 right.\nHoles: none."
+    )
 
 
 def test_rewards_by_hand(on_hand: None) -> None:
@@ -140,7 +143,9 @@ def test_info_at_reset_holds_the_state_the_actions_and_the_legend() -> None:
 @pytest.mark.parametrize("observation", ["grid", "relative", "both"])
 @pytest.mark.parametrize("is_slippery", [False, True])
 @settings(max_examples=30)
-@given(seed=st.integers(0, 2**63), actions=st.lists(st.one_of(st.sampled_from(ACTIONS), st.text(max_size=8)), max_size=20))
+@given(
+    seed=st.integers(0, 2**63), actions=st.lists(st.one_of(st.sampled_from(ACTIONS), st.text(max_size=8)), max_size=20)
+)
 def test_any_text_is_answered_and_the_same_seed_and_actions_give_the_same_episode(
     observation: str, is_slippery: bool, seed: int, actions: list[str]
 ) -> None:
@@ -151,7 +156,14 @@ def test_any_text_is_answered_and_the_same_seed_and_actions_give_the_same_episod
         assert math.isfinite(reward)
         assert not (terminated and truncated)
     assert play(env, actions, seed) == first
-    assert play(FrozenLake(size=3, is_slippery=is_slippery, random_start_goal=True, observation=observation, max_steps=12), actions, seed) == first
+    assert (
+        play(
+            FrozenLake(size=3, is_slippery=is_slippery, random_start_goal=True, observation=observation, max_steps=12),
+            actions,
+            seed,
+        )
+        == first
+    )
 
 
 def test_global_random_state_is_untouched() -> None:
@@ -170,7 +182,10 @@ def test_global_random_state_is_untouched() -> None:
 def test_two_instances_do_not_disturb_each_other() -> None:
     actions = ["Down", "Right", "Down", "Left", "Right"]
     alone = play(FrozenLake(is_slippery=True, random_start_goal=True), actions, 9)
-    one, other = FrozenLake(is_slippery=True, random_start_goal=True), FrozenLake(is_slippery=True, random_start_goal=True)
+    one, other = (
+        FrozenLake(is_slippery=True, random_start_goal=True),
+        FrozenLake(is_slippery=True, random_start_goal=True),
+    )
     mixed: list[Any] = [one.reset(seed=9)]
     other.reset(seed=10)
     for action in actions:

@@ -30,7 +30,9 @@ def reachable_by_flooding(rows: list[str]) -> bool:
 
 @settings(max_examples=80)
 @given(st.integers(0, 2**64), st.integers(3, 7), st.sampled_from([0.6, 0.8, 1.0]), st.booleans())
-def test_every_level_is_solvable_with_one_start_and_one_other_goal(seed: int, size: int, p: float, random_start_goal: bool) -> None:
+def test_every_level_is_solvable_with_one_start_and_one_other_goal(
+    seed: int, size: int, p: float, random_start_goal: bool
+) -> None:
     level = make_level(seed, size, p, random_start_goal, "all")
     assert level.cells.count("S") == level.cells.count("G") == 1
     assert len(level.cells) == size * size
@@ -57,7 +59,9 @@ def test_members_of_a_group_share_one_level_object() -> None:
 
 @pytest.mark.parametrize("random_start_goal", [False, True])
 def test_splits_share_no_map_and_have_their_sizes(random_start_goal: bool) -> None:
-    maps = {split: {make_level(seed, 4, 0.8, random_start_goal, split).cells for seed in range(400)} for split in SPLITS}
+    maps = {
+        split: {make_level(seed, 4, 0.8, random_start_goal, split).cells for seed in range(400)} for split in SPLITS
+    }
     assert not maps["train"] & maps["val"]
     assert not maps["train"] & maps["test"]
     assert not maps["val"] & maps["test"]
@@ -75,7 +79,15 @@ def test_the_split_is_that_of_the_documented_hash() -> None:
 
 
 def test_start_and_goal_are_part_of_the_content() -> None:
-    assert len({split_of(cells) for cells in ("SGFF" * 4, "GSFF" * 4, "FSGF" * 4, "FGSF" * 4, "FFSG" * 4, "FFGS" * 4, "SFGF" * 4)}) > 1
+    assert (
+        len(
+            {
+                split_of(cells)
+                for cells in ("SGFF" * 4, "GSFF" * 4, "FSGF" * 4, "FGSF" * 4, "FFSG" * 4, "FFGS" * 4, "SFGF" * 4)
+            }
+        )
+        > 1
+    )
 
 
 def test_a_split_without_any_map_is_told_in_one_line() -> None:

@@ -72,7 +72,12 @@ def test_the_generation_is_text_alone_and_the_rest_of_the_contract_answers() -> 
     async def use() -> None:
         generation = await walker.generate(fixture["request"](3))
         assert generation.text in ("Down", "Right")
-        assert (generation.ids, generation.logprobs, generation.versions, generation.finish) == (None, None, None, "stop")
+        assert (generation.ids, generation.logprobs, generation.versions, generation.finish) == (
+            None,
+            None,
+            None,
+            "stop",
+        )
         walker.live(3)
         for call in (walker.pause, walker.resume, walker.sleep):
             await call()
@@ -95,7 +100,13 @@ def test_it_succeeds_as_often_as_measured() -> None:
     async def episode(seed: int) -> bool:
         text, info = env.reset(seed=seed)
         for turn in range(8):
-            request = Request(seed * 100 + turn, GeneratingArgs(), 8, messages=({"role": "user", "content": text},), actions=tuple(info["actions"]))
+            request = Request(
+                seed * 100 + turn,
+                GeneratingArgs(),
+                8,
+                messages=({"role": "user", "content": text},),
+                actions=tuple(info["actions"]),
+            )
             text, _, terminated, _, info = env.step((await WALKER.generate(request)).text)
             if terminated:
                 break

@@ -67,7 +67,10 @@ def play(env: GymnasiumBridge, actions: list[str], seed: int = 0) -> list[Any]:
 
 
 def test_cart_pole_is_played_as_gymnasium_plays_it() -> None:
-    env, peer = GymnasiumBridge("CartPole-v1", action_names=["Left", "Right"], template="{observation} | {actions}"), gymnasium.make("CartPole-v1")
+    env, peer = (
+        GymnasiumBridge("CartPole-v1", action_names=["Left", "Right"], template="{observation} | {actions}"),
+        gymnasium.make("CartPole-v1"),
+    )
     observation, info = env.reset(seed=3)
     numbers, _ = peer.reset(seed=3)
     assert observation == ", ".join(f"{float(x) + 0.0:.4g}" for x in numbers) + " | Left, Right"
@@ -84,7 +87,12 @@ def test_cart_pole_is_played_as_gymnasium_plays_it() -> None:
 
 
 def test_frozen_lake_of_gymnasium_has_a_state_key_and_success() -> None:
-    env = GymnasiumBridge("FrozenLake-v1", action_names=["Left", "Down", "Right", "Up"], env_kwargs={"is_slippery": False}, success_reward=1.0)
+    env = GymnasiumBridge(
+        "FrozenLake-v1",
+        action_names=["Left", "Down", "Right", "Up"],
+        env_kwargs={"is_slippery": False},
+        success_reward=1.0,
+    )
     answers = play(env, ["Down", "Down", "Right", "Right", "Down", "Right"])
     assert answers[0][1] == {"actions": ["Left", "Down", "Right", "Up"], "state_key": 0, "success": False}
     assert [answer[4]["state_key"] for answer in answers[1:]] == [4, 8, 9, 10, 14, 15]
@@ -93,7 +101,12 @@ def test_frozen_lake_of_gymnasium_has_a_state_key_and_success() -> None:
 
 
 def test_an_end_below_the_threshold_is_no_success() -> None:
-    env = GymnasiumBridge("FrozenLake-v1", action_names=["Left", "Down", "Right", "Up"], env_kwargs={"is_slippery": False}, success_reward=1.0)
+    env = GymnasiumBridge(
+        "FrozenLake-v1",
+        action_names=["Left", "Down", "Right", "Up"],
+        env_kwargs={"is_slippery": False},
+        success_reward=1.0,
+    )
     hole = play(env, ["Down", "Right"])[-1]
     assert (hole[2], hole[4]["success"]) == (True, False)
 
@@ -109,11 +122,16 @@ def test_names_default_to_the_numbers_of_the_space_and_a_shifted_start_is_kept()
 
 
 def test_dictionaries_are_readable() -> None:
-    assert GymnasiumBridge("TurnwiseCorridor-v0", "{observation}", env_kwargs={"space": "dict"}).reset(seed=0)[0] == "place: 0\nwind: (0.1235, 0)"
+    assert (
+        GymnasiumBridge("TurnwiseCorridor-v0", "{observation}", env_kwargs={"space": "dict"}).reset(seed=0)[0]
+        == "place: 0\nwind: (0.1235, 0)"
+    )
 
 
 def test_pictures_become_image_parts() -> None:
-    env = GymnasiumBridge("TurnwiseCorridor-v0", "You see {observation} Choose from {actions}.", env_kwargs={"space": "image"})
+    env = GymnasiumBridge(
+        "TurnwiseCorridor-v0", "You see {observation} Choose from {actions}.", env_kwargs={"space": "image"}
+    )
     parts, _ = check_reset(env.reset(seed=0), "bridge")
     assert [part["type"] for part in parts] == ["text", "image", "text"]
     assert parts[2]["text"] == " Choose from 5, 6."
@@ -149,7 +167,9 @@ def test_values_as_text(value: Any, text: str) -> None:
 
 
 def test_keys_of_discrete_values() -> None:
-    nested = spaces.Dict({"b": spaces.Discrete(3), "a": spaces.Tuple((spaces.MultiDiscrete([2, 2]), spaces.Discrete(2)))})
+    nested = spaces.Dict(
+        {"b": spaces.Discrete(3), "a": spaces.Tuple((spaces.MultiDiscrete([2, 2]), spaces.Discrete(2)))}
+    )
     assert is_discrete(nested)
     assert not is_discrete(spaces.Dict({"a": nested, "b": spaces.Box(0, 1)}))
     one, other = ({"b": b, "a": (np.array([1, 0]), 1)} for b in (0, 2))
@@ -218,7 +238,9 @@ def test_options_that_cannot_be_used_are_told_in_one_line(options: dict[str, Any
 def test_hooks_are_lazy_and_name_what_they_need() -> None:
     import turnwise_gymnasium
 
-    records = {record.name: record for record in (*turnwise_gymnasium.environments(), *turnwise_gymnasium.inference_backends())}
+    records = {
+        record.name: record for record in (*turnwise_gymnasium.environments(), *turnwise_gymnasium.inference_backends())
+    }
     assert set(records) == {"frozen_lake", "gymnasium", "frozen_lake_walker"}
     assert all(isinstance(record.target, str) for record in records.values())
     assert records["gymnasium"].requires == ("gymnasium",)

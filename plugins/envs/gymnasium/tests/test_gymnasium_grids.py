@@ -36,7 +36,11 @@ class Grid(gymnasium.Env[Any, Any]):
     def __init__(self) -> None:
         self.action_space = spaces.Discrete(2)
         self.observation_space = spaces.Dict(
-            {"image": spaces.Box(0, 255, (3, 3, 3), np.uint8), "direction": spaces.Discrete(4), "mission": spaces.Text(50)}
+            {
+                "image": spaces.Box(0, 255, (3, 3, 3), np.uint8),
+                "direction": spaces.Discrete(4),
+                "mission": spaces.Text(50),
+            }
         )
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -60,7 +64,10 @@ def test_a_grid_is_shown_with_mission_facing_map_and_what_is_in_view() -> None:
     assert lines[:2] == ["Mission: open the door", "Facing: up"]
     assert lines[2].startswith("View (you are ^ and look up;")
     assert lines[3:6] == ["# # #", "? K G", "D ^ ."]
-    assert lines[6:] == ["In view: yellow key 1 ahead; goal 1 ahead 1 right; locked yellow door 1 left", "Actions: left, forward"]
+    assert lines[6:] == [
+        "In view: yellow key 1 ahead; goal 1 ahead 1 right; locked yellow door 1 left",
+        "Actions: left, forward",
+    ]
     after = env.step("forward")[0].splitlines()
     assert (after[1], after[-2]) == ("Facing: right", "Carrying: red key")
     assert isinstance(env.render(), str)
@@ -69,7 +76,9 @@ def test_a_grid_is_shown_with_mission_facing_map_and_what_is_in_view() -> None:
 def test_fields_are_placeholders_of_the_template() -> None:
     env = GymnasiumBridge("TurnwiseGrid-v0", template="{mission} ({direction})\n{image}")
     assert env.reset(seed=0)[0].startswith("open the door (up)\nView (you are ^")
-    with pytest.raises(ConfigError, match=r"placeholder \{task\}.*\{actions\}, \{direction\}, \{image\}, \{mission\} are known"):
+    with pytest.raises(
+        ConfigError, match=r"placeholder \{task\}.*\{actions\}, \{direction\}, \{image\}, \{mission\} are known"
+    ):
         GymnasiumBridge("TurnwiseGrid-v0", template="{task}")
 
 
@@ -79,7 +88,10 @@ def test_a_full_map_has_the_agent_in_it() -> None:
     lines = map_text(cells).splitlines()
     assert lines[0].startswith("Map (you are < at column 3, row 3;")
     assert lines[1:4] == ["# # #", "? K G", "D . <"]
-    assert lines[4] == "In view: yellow key at column 2, row 2; goal at column 3, row 2; locked yellow door at column 1, row 3"
+    assert (
+        lines[4]
+        == "In view: yellow key at column 2, row 2; goal at column 3, row 2; locked yellow door at column 1, row 3"
+    )
 
 
 @pytest.mark.parametrize("image", [np.full((3, 3, 3), 100, np.uint8), np.zeros((3, 3), np.uint8), "image"])

@@ -46,7 +46,9 @@ class CharChat:
         self.images.append(tuple(images))
         return np.array(self._ids(messages), np.int32)
 
-    def extend(self, ids: np.ndarray, finish: str, messages: Sequence[Message], images: Sequence[np.ndarray] = ()) -> np.ndarray:
+    def extend(
+        self, ids: np.ndarray, finish: str, messages: Sequence[Message], images: Sequence[np.ndarray] = ()
+    ) -> np.ndarray:
         self.images.append(tuple(images))
         closing = [] if len(ids) and ids[-1] == END else [END]
         return np.array(closing + self._ids(messages), np.int32)
@@ -71,9 +73,12 @@ def prompt(*messages: tuple[str, str]) -> list[int]:
 
 
 class ScriptedEnv:
-    """`first` is what reset returns; `steps` what each step returns, (observation, reward, terminated, truncated, info)."""
+    """`first` is what reset returns; `steps` what each step returns, (observation, reward, terminated, truncated,
+    info)."""
 
-    def __init__(self, first: Any = "start", steps: Iterable[tuple[Any, ...]] = (), info: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, first: Any = "start", steps: Iterable[tuple[Any, ...]] = (), info: dict[str, Any] | None = None
+    ) -> None:
         self.first, self.info, self.steps = first, info or {}, list(steps)
         self.actions: list[str] = []
         self.responses: list[Response | None] = []
@@ -81,7 +86,9 @@ class ScriptedEnv:
     async def reset(self) -> tuple[Any, dict[str, Any]]:
         return self.first, self.info
 
-    async def step(self, action: str, response: Response | None = None) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    async def step(
+        self, action: str, response: Response | None = None
+    ) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.actions.append(action)
         self.responses.append(response)
         observation, reward, terminated, truncated, info = self.steps[len(self.actions) - 1]
@@ -94,9 +101,12 @@ def going(*observations: Any, reward: float = 0.0) -> list[tuple[Any, ...]]:
 
 
 class ScriptedSampler:
-    """Answers with the given texts, each closed by a sampled END unless it is cut; log-prob −turn−i/100, version 10·turn+i."""
+    """Answers with the given texts, each closed by a sampled END unless it is cut; log-prob −turn−i/100, version
+    10·turn+i."""
 
-    def __init__(self, texts: Sequence[str], takes: str = "ids", change: Callable[[Generation], Generation] = lambda g: g) -> None:
+    def __init__(
+        self, texts: Sequence[str], takes: str = "ids", change: Callable[[Generation], Generation] = lambda g: g
+    ) -> None:
         self.texts, self.input, self.change = list(texts), takes, change
         self.calls: list[dict[str, Any]] = []
 
@@ -115,14 +125,18 @@ class ScriptedSampler:
         finish = "stop" if ids and ids[-1] == END else "length"
         logprobs = (-turn - count / 100).astype(np.float32)
         shown = "".join(chr(i) for i in ids if i != END)
-        return self.change(Generation(shown, np.array(ids, np.int32), logprobs, (10 * turn + count).astype(np.int32), finish))
+        return self.change(
+            Generation(shown, np.array(ids, np.int32), logprobs, (10 * turn + count).astype(np.int32), finish)
+        )
 
 
 ROOMY = Limits(sequence_length=1000, max_new_tokens=50, max_tokens_per_step=50, max_turns=10)
 
 
 def episode(env: Any, limits: Limits = ROOMY, chat: Any = None) -> Episode:
-    return Episode(environment=env, chat=chat or CharChat(), limits=limits, tag="Tag", group=7, member=3, attempt=1, seed=11)
+    return Episode(
+        environment=env, chat=chat or CharChat(), limits=limits, tag="Tag", group=7, member=3, attempt=1, seed=11
+    )
 
 
 def run(manager: Any, env: Any, sampler: Any, limits: Limits = ROOMY, chat: Any = None) -> Trajectory:

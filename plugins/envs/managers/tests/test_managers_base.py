@@ -12,12 +12,29 @@ from managers_fakes import ROOMY, CharChat, ScriptedEnv, ScriptedSampler, episod
 
 from turnwise.data.trajectory import Trajectory
 from turnwise_managers import base
-from turnwise_managers.base import Anew, Growing, Line, ManagerConfig, Prompts, Rules, World, one_row, play, row_per_call
+from turnwise_managers.base import (
+    Anew,
+    Growing,
+    Line,
+    ManagerConfig,
+    Prompts,
+    Rules,
+    World,
+    one_row,
+    play,
+    row_per_call,
+)
 
 RULES = Rules.of(ManagerConfig())
 
 
-def reflected(env: ScriptedEnv, sampler: ScriptedSampler, rules: Rules = RULES, prompts: Prompts = Growing(), turns: int = 2) -> Trajectory:  # noqa: B008
+def reflected(
+    env: ScriptedEnv,
+    sampler: ScriptedSampler,
+    rules: Rules = RULES,
+    prompts: Prompts = Growing(),  # noqa: B008
+    turns: int = 2,
+) -> Trajectory:
     async def run() -> Trajectory:
         world = await World(episode(env, evolve(ROOMY, max_turns=turns))).begin()
         line = Line(world, sampler, rules, prompts)
@@ -42,7 +59,12 @@ def test_two_calls_to_a_step_are_two_turns_of_which_one_acts() -> None:
     assert env.actions == ["b", "d"]
     assert [turn.reward for turn in played.turns] == [0.0, 1.0, 0.0, 2.0]
     assert [turn.action for turn in played.turns] == ["", "b", "", "d"]
-    assert [turn.anchor for turn in played.turns] == ["s0", ("s0", 1), 7, (7, 1)]  # a draft is not compared with the answer after it
+    assert [turn.anchor for turn in played.turns] == [
+        "s0",
+        ("s0", 1),
+        7,
+        (7, 1),
+    ]  # a draft is not compared with the answer after it
     assert [turn.observation for turn in played.turns[::2]] == ["s0", "s1"]
     assert (played.stop_reason, played.score) == ("terminated", 3.0)
 
@@ -91,7 +113,9 @@ def test_a_manager_may_show_messages_and_images_of_its_own() -> None:
 
 def test_lines_of_one_world_have_a_conversation_and_a_reward_each() -> None:
     async def run() -> list[Trajectory]:
-        world = await World(episode(ScriptedEnv("s0", going("s1", "s2", "s3", reward=1.0)), evolve(ROOMY, max_turns=3))).begin()
+        world = await World(
+            episode(ScriptedEnv("s0", going("s1", "s2", "s3", reward=1.0)), evolve(ROOMY, max_turns=3))
+        ).begin()
         sampler = ScriptedSampler(["a", "b", "c"])
         lines = [Line(world, sampler, RULES, Growing(), role) for role in ("x", "y")]
         lines[1].credit(-0.5)  # before its first call
@@ -105,7 +129,11 @@ def test_lines_of_one_world_have_a_conversation_and_a_reward_each() -> None:
     first, second = asyncio.run(run())
     assert (first.role, [turn.text for turn in first.turns], first.score, first.success) == ("x", ["a", "c"], 2.0, True)
     assert (second.role, [turn.text for turn in second.turns], second.score, second.success) == ("y", ["b"], 0.5, False)
-    assert first.turns[1].prompt_ids.tolist() == [*prompt(("user", "s0")), *first.turns[0].response_ids, *prompt(("user", "s2"))]
+    assert first.turns[1].prompt_ids.tolist() == [
+        *prompt(("user", "s0")),
+        *first.turns[0].response_ids,
+        *prompt(("user", "s2")),
+    ]
     assert [turn.observation for turn in first.turns] == ["s0", "s2"]
 
 
@@ -125,6 +153,13 @@ def test_a_call_without_room_ends_the_line_and_is_not_sent() -> None:
 
 @pytest.mark.parametrize("prompts", [Growing(), Anew()])
 def test_play_is_the_loop_of_the_shipped_managers(prompts: Prompts) -> None:
-    played = asyncio.run(play(episode(ScriptedEnv("s0", going("s1", "s2")), evolve(ROOMY, max_turns=2)), ScriptedSampler(["a", "b"]), RULES, prompts))
+    played = asyncio.run(
+        play(
+            episode(ScriptedEnv("s0", going("s1", "s2")), evolve(ROOMY, max_turns=2)),
+            ScriptedSampler(["a", "b"]),
+            RULES,
+            prompts,
+        )
+    )
     assert (len(played.turns), played.stop_reason, played.role) == (2, "turns", "")
     assert CharChat().decode(played.turns[1].prompt_ids) == "s0as1"

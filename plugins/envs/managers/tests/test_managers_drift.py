@@ -26,7 +26,10 @@ class Stripping(CharChat):
 
     def render(self, messages: Sequence[Message], images: Sequence[np.ndarray] = (), tools: Any = None) -> np.ndarray:
         self.renderings += 1
-        kept = [{**m, "content": re.sub(r"<think>.*?</think>", "", m["content"])} if m["role"] == "assistant" else m for m in messages]
+        kept = [
+            {**m, "content": re.sub(r"<think>.*?</think>", "", m["content"])} if m["role"] == "assistant" else m
+            for m in messages
+        ]
         return super().render(kept, images, tools)
 
 
@@ -40,7 +43,11 @@ def drifts(texts: list[str], chat: CharChat | None = None, **options: Any) -> An
 
 
 def test_a_template_that_keeps_everything_does_not_drift() -> None:
-    played = drifts(["<think>a</think>Up", "Down", "Left"], agent_system_template="sys", agent_template="Turn {turn_idx}: {observation}")
+    played = drifts(
+        ["<think>a</think>Up", "Down", "Left"],
+        agent_system_template="sys",
+        agent_template="Turn {turn_idx}: {observation}",
+    )
     assert [turn.metrics["drift"] for turn in played.turns] == [0.0, 0.0, 0.0]
     assert played.metrics["drift"] == 0.0
     assert all("drift" not in turn.extras for turn in played.turns)

@@ -24,7 +24,8 @@ def manager(merge: bool, **options: Any) -> StepwiseManager:
 
 
 class Spelling(CharChat):
-    """Writes an earlier response with a space after every letter: re-tokenised, it is twice as long as it was sampled."""
+    """Writes an earlier response with a space after every letter: re-tokenised, it is twice as long as it was
+    sampled."""
 
     def render(self, messages: Sequence[Message], images: Sequence[np.ndarray] = (), tools: Any = None) -> np.ndarray:
         spelt = [{**m, "content": " ".join(m["content"]) + " "} if m["role"] == "assistant" else m for m in messages]
@@ -57,7 +58,9 @@ def test_a_first_prompt_over_the_limit_gives_no_sample_but_a_trajectory_that_cou
 @BOTH
 def test_an_appended_end_has_no_loss_and_the_reward_sits_on_the_last_sampled_token(merge: bool) -> None:
     built = manager(merge, history_length=0)
-    played = run(built, ScriptedEnv("s0", [("s1", 2.0, True, False, {})]), ScriptedSampler(["abcdef"]), Limits(100, 3, 3, 5))
+    played = run(
+        built, ScriptedEnv("s0", [("s1", 2.0, True, False, {})]), ScriptedSampler(["abcdef"]), Limits(100, 3, 3, 5)
+    )
     (sent,) = played.turns
     closed = evolve(
         sent,
@@ -91,7 +94,9 @@ def test_an_end_that_the_template_adds_between_turns_is_not_sampled(merge: bool)
 @BOTH
 def test_an_empty_generation_is_a_turn_without_a_sample(merge: bool) -> None:
     built = manager(merge)
-    env = ScriptedEnv("s0", [("s1", 1.0, False, False, {}), ("s2", 2.0, False, False, {}), ("s3", 4.0, True, False, {})])
+    env = ScriptedEnv(
+        "s0", [("s1", 1.0, False, False, {}), ("s2", 2.0, False, False, {}), ("s3", 4.0, True, False, {})]
+    )
     played = run(built, env, ScriptedSampler(["a", "", "b"]))
     rows = built.samples(played)
     batch = build_batch([played], [rows])

@@ -1,4 +1,5 @@
-"""Merging the samples of neighbouring turns, expert indices, and what merging may never change: rewards, alignment and the objective."""
+"""Merging the samples of neighbouring turns, expert indices, and what merging may never change: rewards, alignment and
+the objective."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from turnwise_managers.samples import merged
 from turnwise_managers.stepwise import StepwiseManager
 
 
-def turn(prompt_ids: Sequence[int], response: Sequence[int], reward: float = 0.0, appended: int = 0, **more: Any) -> Turn:
+def turn(
+    prompt_ids: Sequence[int], response: Sequence[int], reward: float = 0.0, appended: int = 0, **more: Any
+) -> Turn:
     """A turn whose last `appended` response tokens were not sampled; log-probs and versions tell token from token."""
     n = len(response)
     mask = np.arange(n) < n - appended
@@ -62,7 +65,8 @@ def test_a_response_followed_by_an_observation_is_one_row_with_the_observation_u
 
 
 def test_an_observation_that_is_already_inside_the_response_is_not_inserted_again() -> None:
-    """An engine's own tool call: [4, 5] came between sampled tokens and stands in the response with mask 0; the next prompt adds nothing."""
+    """An engine's own tool call: [4, 5] came between sampled tokens and stands in the response with mask 0; the next
+    prompt adds nothing."""
     inside = evolve(turn([1], [3, 4, 5]), response_mask=np.array([True, False, False]))
     (row,) = merged([inside, turn([1, 3, 4, 5], [6])])
     assert row.input_ids.tolist() == [1, 3, 4, 5, 6]
@@ -128,7 +132,9 @@ def test_several_trajectories_mixed_keep_their_rows_apart() -> None:
 
 
 def test_intermediate_rewards_stay_on_the_last_sampled_token_of_their_turn() -> None:
-    played = trajectory(turn([1], [2, 3, 4], 0.5, appended=1), turn([1, 2, 3, 4, 5], [6], 0.25), turn([1, 2, 3, 4, 5, 6, 7], [], 0.125))
+    played = trajectory(
+        turn([1], [2, 3, 4], 0.5, appended=1), turn([1, 2, 3, 4, 5], [6], 0.25), turn([1, 2, 3, 4, 5, 6, 7], [], 0.125)
+    )
     rewards = build_batch([played], [merged(played.turns)]).tokens["token_level_rewards"]
     assert rewards.tolist() == [0, 0, 0.5, 0, 0, 0.375]
 
@@ -225,14 +231,20 @@ def test_another_number_of_expert_indices_is_an_error(count: int) -> None:
 
 def test_expert_indices_of_another_shape_are_an_error() -> None:
     with pytest.raises(ValueError, match="different shapes"):
-        merged([turn([1], [2], extras={"expert_indices": experts(1)}), turn([1, 2], [3], extras={"expert_indices": experts(1, 4)})])
+        merged(
+            [
+                turn([1], [2], extras={"expert_indices": experts(1)}),
+                turn([1, 2], [3], extras={"expert_indices": experts(1, 4)}),
+            ]
+        )
     with pytest.raises(ValueError, match=r"float64 \[1, 2\], not integers"):
         merged([turn([1], [2], extras={"expert_indices": np.zeros((1, 2))})])
 
 
 def test_expert_indices_of_a_backend_reach_the_samples_through_play() -> None:
     sampler = ScriptedSampler(
-        ["ab", "c"], change=lambda g: evolve(g, extras={"expert_indices": experts(0 if g.ids is None else len(g.ids)).tolist()})
+        ["ab", "c"],
+        change=lambda g: evolve(g, extras={"expert_indices": experts(0 if g.ids is None else len(g.ids)).tolist()}),
     )
     manager = StepwiseManager(StepwiseConfig(merge_steps=True), ManagerContext())
     played = run(manager, ScriptedEnv("s0", going("s1", "s2")), sampler, evolve(ROOMY, max_turns=2))
@@ -245,7 +257,8 @@ def test_expert_indices_of_a_backend_reach_the_samples_through_play() -> None:
 
 
 def drifting(seed: int, members: int = 6) -> list[Trajectory]:
-    """Trajectories of up to five turns; some prompts continue the one before, others begin anew; some responses end in an appended token."""
+    """Trajectories of up to five turns; some prompts continue the one before, others begin anew; some responses end in
+    an appended token."""
     rng = np.random.default_rng(seed)
     out = []
     for member in range(members):
@@ -264,18 +277,23 @@ def drifting(seed: int, members: int = 6) -> list[Trajectory]:
 def cuts(played: Sequence[Trajectory]) -> tuple[Batch, Batch]:
     """The batch of one row a turn, and the merged one."""
     step, both = (StepwiseManager(StepwiseConfig(merge_steps=merge), ManagerContext()) for merge in (False, True))
-    return build_batch(played, [step.samples(t) for t in played]), build_batch(played, [both.samples(t) for t in played])
+    return build_batch(played, [step.samples(t) for t in played]), build_batch(
+        played, [both.samples(t) for t in played]
+    )
 
 
 def gradient(batch: Batch, mode: str, unit: str) -> np.ndarray:
-    """float64 [R]: what each sampled token's log-prob is multiplied with in the objective, in (trajectory, turn, position) order.
+    """float64 [R]: what each sampled token's log-prob is multiplied with in the objective, in (trajectory, turn,
+    position) order.
 
     The advantage of a token is made of its trajectory, its turn and its id, which merging may not touch."""
     lengths = np.bincount(batch.tokens["sample"][batch.sampled], minlength=len(batch.samples))
     owner = batch.samples["trajectory"]
     coef = token_coefficients(mode, unit, np.arange(len(owner)), owner, np.ones(len(owner)), lengths, scale=7.0)
     at = batch.sampled
-    advantage = np.sin(1 + batch.tokens["trajectory"][at] + 10 * batch.tokens["turn"][at] + 0.1 * batch.tokens["input_ids"][at])
+    advantage = np.sin(
+        1 + batch.tokens["trajectory"][at] + 10 * batch.tokens["turn"][at] + 0.1 * batch.tokens["input_ids"][at]
+    )
     return coef[batch.tokens["sample"][at]] * advantage
 
 
@@ -283,7 +301,9 @@ def gradient(batch: Batch, mode: str, unit: str) -> np.ndarray:
 def test_the_gradient_is_equal_before_and_after_merging(mode: str, unit: str) -> None:
     for seed in range(20):
         before, after = cuts(drifting(seed))
-        np.testing.assert_array_equal(before.tokens["input_ids"][before.sampled], after.tokens["input_ids"][after.sampled])
+        np.testing.assert_array_equal(
+            before.tokens["input_ids"][before.sampled], after.tokens["input_ids"][after.sampled]
+        )
         one, other = gradient(before, mode, unit), gradient(after, mode, unit)
         assert np.linalg.norm(one - other) <= 1e-12 * np.linalg.norm(one)
         if seed == 0:
@@ -302,7 +322,9 @@ def slow_reference(played: Trajectory) -> list[list[tuple[int, bool, int, float,
     """Rows as (id, sampled, turn, log-prob, version), token by token on plain lists."""
     rows: list[list[tuple[int, bool, int, float, int]]] = []
     for index, t in enumerate(played.turns):
-        response = list(zip(t.response_ids.tolist(), t.response_mask.tolist(), t.logprobs.tolist(), t.versions.tolist()))  # type: ignore[union-attr]
+        response = list(
+            zip(t.response_ids.tolist(), t.response_mask.tolist(), t.logprobs.tolist(), t.versions.tolist())
+        )  # type: ignore[union-attr]
         if not any(token[1] for token in response):
             continue
         prompt_ids = t.prompt_ids.tolist()
@@ -320,11 +342,22 @@ def slow_reference(played: Trajectory) -> list[list[tuple[int, bool, int, float,
 def test_random_drift_merges_as_the_slow_reference_does(seed: int, narrow: bool) -> None:
     for played in drifting(seed, members=2):
         if narrow:  # two token ids only: prefixes come about by chance
-            played = evolve(played, turns=tuple(evolve(t, prompt_ids=t.prompt_ids % 2, response_ids=t.response_ids % 2) for t in played.turns))
+            played = evolve(
+                played,
+                turns=tuple(
+                    evolve(t, prompt_ids=t.prompt_ids % 2, response_ids=t.response_ids % 2) for t in played.turns
+                ),
+            )
         rows = merged(played.turns)
         got = [
             [
-                (int(row.input_ids[i]), bool(row.response_mask[i]), int(row.turn[i]), float(row.logprobs[i]), int(row.versions[i]))  # type: ignore[index]
+                (
+                    int(row.input_ids[i]),
+                    bool(row.response_mask[i]),
+                    int(row.turn[i]),
+                    float(row.logprobs[i]),
+                    int(row.versions[i]),
+                )  # type: ignore[index]
                 for i in range(len(row.input_ids))
             ]
             for row in rows

@@ -1,4 +1,5 @@
-"""One odd observation or response ends its episode and not the run; what the configuration itself gets wrong still ends the run."""
+"""One odd observation or response ends its episode and not the run; what the configuration itself gets wrong still ends
+the run."""
 
 from __future__ import annotations
 
@@ -46,13 +47,22 @@ ODD: dict[str, Any] = {"role": [{"role": "critic", "content": "hm"}], "image": [
 @pytest.mark.parametrize("odd", sorted(ODD))
 def test_an_observation_that_the_chat_cannot_show_fails_its_episode(make: Any, odd: str, when: str) -> None:
     env = ScriptedEnv(ODD[odd], going("s1")) if when == "first" else ScriptedEnv("s0", going(ODD[odd], "s2"))
-    with pytest.raises(EnvironmentFailure, match=r"Tag showed what the model's chat cannot: (the template refuses|taken as a text model)"):
+    with pytest.raises(
+        EnvironmentFailure,
+        match=r"Tag showed what the model's chat cannot: (the template refuses|taken as a text model)",
+    ):
         run(make(), env, ScriptedSampler(["a", "b"]), evolve(ROOMY, max_turns=2), Strict())
 
 
 def test_a_system_template_that_the_chat_refuses_is_the_configurations_fault(make: Any) -> None:
     with pytest.raises(ConfigError, match="refuses the role system"):
-        run(make(agent_system_template="You play."), ScriptedEnv("s0", going("s1")), ScriptedSampler(["a"]), ROOMY, Strict())
+        run(
+            make(agent_system_template="You play."),
+            ScriptedEnv("s0", going("s1")),
+            ScriptedSampler(["a"]),
+            ROOMY,
+            Strict(),
+        )
 
 
 def sampling_an_image(generation: Generation) -> Generation:

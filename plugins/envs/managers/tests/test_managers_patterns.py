@@ -1,4 +1,5 @@
-"""Which text of a response is the action: the group that matched, the first match or the last, thinking left out, no pattern for ever."""
+"""Which text of a response is the action: the group that matched, the first match or the last, thinking left out, no
+pattern for ever."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_the_action_is_the_last_group_of_the_first_match(pattern: str | None, te
     assert found(text, action_pattern=pattern) == action
 
 
-@pytest.mark.parametrize(("text", "action"), [("<answer>Up</answer>", "Up"), (r"so \boxed{Down}", "Down"), ("[Left]", "Left"), ("Right", "")])
+@pytest.mark.parametrize(
+    ("text", "action"), [("<answer>Up</answer>", "Up"), (r"so \boxed{Down}", "Down"), ("[Left]", "Left"), ("Right", "")]
+)
 def test_of_alternatives_the_group_that_matched_is_the_action(text: str, action: str) -> None:
     assert found(text, action_pattern=ANSWER + r"|\\boxed\{(.*?)\}|\[(.*?)\]") == action
 
@@ -91,6 +94,8 @@ def test_a_catastrophic_pattern_fails_the_episode_and_holds_no_run(monkeypatch: 
     manager = TrajectoryManager(TrajectoryConfig(action_pattern=r"((?:a|aa)+)$"), ManagerContext())
     env = ScriptedEnv("s0", going("s1"))
     began = time.monotonic()
-    with pytest.raises(EnvironmentFailure, match=r"action_pattern took more than 0\.05 s on a response of 61 characters, in Tag.*Fix:"):
+    with pytest.raises(
+        EnvironmentFailure, match=r"action_pattern took more than 0\.05 s on a response of 61 characters, in Tag.*Fix:"
+    ):
         run(manager, env, ScriptedSampler(["a" * 60 + "!"]), evolve(ROOMY, max_new_tokens=100, max_tokens_per_step=100))
     assert time.monotonic() - began < 10

@@ -59,13 +59,19 @@ def test_the_whole_response_reaches_the_environment(make: Any) -> None:
 
 
 def test_without_a_pattern_nothing_is_invalid(make: Any) -> None:
-    played = run(make(format_penalty=-1.0), ScriptedEnv("s0", going("s1")), ScriptedSampler([""]), evolve(ROOMY, max_turns=1))
+    played = run(
+        make(format_penalty=-1.0), ScriptedEnv("s0", going("s1")), ScriptedSampler([""]), evolve(ROOMY, max_turns=1)
+    )
     assert (played.score, played.metrics) == (0.0, {})
 
 
 def test_anchor_is_the_state_before_the_call(make: Any) -> None:
     board = np.zeros(2)
-    steps = [("s1", 0.0, False, False, {"state_key": board}), ("s2", 0.0, False, False, {}), ("s3", 0.0, False, False, {"state_key": 9})]
+    steps = [
+        ("s1", 0.0, False, False, {"state_key": board}),
+        ("s2", 0.0, False, False, {}),
+        ("s3", 0.0, False, False, {"state_key": 9}),
+    ]
 
     class Writing(ScriptedEnv):
         async def step(self, action: str, response: Any = None) -> Any:
@@ -73,7 +79,11 @@ def test_anchor_is_the_state_before_the_call(make: Any) -> None:
             board[:] = len(self.actions)
             return answer
 
-    played = run(make(), Writing("s0", [*steps, ("s4", 0.0, True, False, {})], {"state_key": ("at", 0)}), ScriptedSampler(list("abcd")))
+    played = run(
+        make(),
+        Writing("s0", [*steps, ("s4", 0.0, True, False, {})], {"state_key": ("at", 0)}),
+        ScriptedSampler(list("abcd")),
+    )
     first, second, third, fourth = (turn.anchor for turn in played.turns)
     assert (first, third, fourth) == (("at", 0), "s2", 9)
     np.testing.assert_array_equal(second, [1.0, 1.0])  # as it was told, not as the environment went on writing
@@ -81,7 +91,8 @@ def test_anchor_is_the_state_before_the_call(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("terminated", "truncated", "limit", "expected"), [(True, False, 1, "terminated"), (False, True, 1, "truncated"), (False, False, 1, "turns")]
+    ("terminated", "truncated", "limit", "expected"),
+    [(True, False, 1, "terminated"), (False, True, 1, "truncated"), (False, False, 1, "turns")],
 )
 def test_stop_reason(make: Any, terminated: bool, truncated: bool, limit: int, expected: str) -> None:
     env = ScriptedEnv("s0", [("s1", 0.0, terminated, truncated, {})])
@@ -95,7 +106,9 @@ def test_success_metrics_and_actions_are_what_was_told_last(make: Any) -> None:
         ("s3", 0.0, False, False, {"success": np.bool_(False)}),
     ]
     sampler = ScriptedSampler(["x", "y", "z"])
-    played = run(make(), ScriptedEnv("s0", steps, {"actions": ("u",), "metrics": {"c": 1}}), sampler, evolve(ROOMY, max_turns=3))
+    played = run(
+        make(), ScriptedEnv("s0", steps, {"actions": ("u",), "metrics": {"c": 1}}), sampler, evolve(ROOMY, max_turns=3)
+    )
     assert played.success is False
     assert played.metrics == {"a": 3.5, "b": 1.0, "c": 1.0}
     assert [turn.metrics for turn in played.turns] == [{"a": 2.0, "b": 1.0}, {"a": 3.5}, {}]
@@ -116,7 +129,9 @@ def test_success_is_unknown_unless_told(make: Any) -> None:
         ({"versions": np.zeros(9, np.int32)}, "returned 3 tokens but 9 versions"),
     ],
 )
-def test_a_generation_that_breaks_its_contract_is_an_engine_error(make: Any, change: dict[str, Any], message: str) -> None:
+def test_a_generation_that_breaks_its_contract_is_an_engine_error(
+    make: Any, change: dict[str, Any], message: str
+) -> None:
     sampler = ScriptedSampler(["go"], change=lambda generation: evolve(generation, **change))
     with pytest.raises(EngineError, match=message):
         run(make(), ScriptedEnv("s0", going("s1")), sampler)
@@ -143,13 +158,17 @@ def test_environment_failures_pass_through(make: Any) -> None:
         ("s", {"actions": "up"}, "the actions 'up'"),
     ],
 )
-def test_what_an_environment_must_not_tell_is_an_environment_failure(make: Any, observation: Any, info: dict[str, Any], message: str) -> None:
+def test_what_an_environment_must_not_tell_is_an_environment_failure(
+    make: Any, observation: Any, info: dict[str, Any], message: str
+) -> None:
     with pytest.raises(EnvironmentFailure, match=f"Tag .*{message}.*Fix:"):
         run(make(), ScriptedEnv(observation, info=info), ScriptedSampler([]))
 
 
 def with_extras(value: Any) -> Any:
-    return lambda generation: Generation(generation.text, generation.ids, None, None, "stop", {"expert_indices": value, "other": 1})
+    return lambda generation: Generation(
+        generation.text, generation.ids, None, None, "stop", {"expert_indices": value, "other": 1}
+    )
 
 
 def test_expert_indices_are_carried_per_sampled_token(make: Any) -> None:
@@ -175,12 +194,24 @@ def test_templates_dress_text_parts_and_the_last_message(make: Any) -> None:
         [{"role": "tool", "content": "result"}, {"role": "user", "content": "go on"}],
         "plain",
     ]
-    options = {"agent_template": "T{turn_idx} {observation} left {actions_left}", "pre_step_template": "<", "next_step_template": ">"}
+    options = {
+        "agent_template": "T{turn_idx} {observation} left {actions_left}",
+        "pre_step_template": "<",
+        "next_step_template": ">",
+    }
     sampler = ScriptedSampler(["a", "b", "c"], takes="messages")
-    played = run(make(**options), ScriptedEnv(observations[0], going(*observations[1:], "end")), sampler, evolve(ROOMY, max_turns=3))
+    played = run(
+        make(**options),
+        ScriptedEnv(observations[0], going(*observations[1:], "end")),
+        sampler,
+        evolve(ROOMY, max_turns=3),
+    )
     conversation = [m for m in sampler.calls[2]["messages"] if m["role"] != "assistant"]
     assert conversation == [
-        {"role": "user", "content": [text_part("T1 <look: "), {"type": "image", "image": played.images[0]}, text_part("> left 3")]},
+        {
+            "role": "user",
+            "content": [text_part("T1 <look: "), {"type": "image", "image": played.images[0]}, text_part("> left 3")],
+        },
         {"role": "tool", "content": "result"},
         {"role": "user", "content": "T2 <go on> left 2"},
         {"role": "user", "content": "T3 <plain> left 1"},
@@ -188,7 +219,10 @@ def test_templates_dress_text_parts_and_the_last_message(make: Any) -> None:
 
 
 def test_observations_pass_unchanged_without_templates(make: Any) -> None:
-    messages = [{"role": "tool", "content": "result", "name": "f"}, {"role": "user", "content": [text_part("a"), text_part("b")]}]
+    messages = [
+        {"role": "tool", "content": "result", "name": "f"},
+        {"role": "user", "content": [text_part("a"), text_part("b")]},
+    ]
     sampler = ScriptedSampler(["a", "b"], takes="messages")
     run(make(), ScriptedEnv("", going(messages, "end")), sampler, evolve(ROOMY, max_turns=2))
     assert sampler.calls[0]["messages"] == [{"role": "user", "content": ""}]
@@ -204,7 +238,13 @@ def test_the_system_template_is_not_filled_in(make: Any) -> None:
 
 def test_template_args_reach_the_chat(make: Any) -> None:
     chat = CharChat()
-    run(make(template_args={"enable_thinking": False}), ScriptedEnv("s0", going("s1")), ScriptedSampler(["a"]), evolve(ROOMY, max_turns=1), chat)
+    run(
+        make(template_args={"enable_thinking": False}),
+        ScriptedEnv("s0", going("s1")),
+        ScriptedSampler(["a"]),
+        evolve(ROOMY, max_turns=1),
+        chat,
+    )
     assert chat.args == {"enable_thinking": False}
 
 
@@ -212,5 +252,10 @@ def test_template_args_reach_the_chat(make: Any) -> None:
 def test_a_template_may_tell_how_long_a_response_can_be(make: Any, limit: int, told: int) -> None:
     sampler = ScriptedSampler(["a"], takes="messages")
     limits = evolve(ROOMY, max_turns=1, max_new_tokens=20, max_tokens_per_step=limit)
-    run(make(agent_template="{observation}, at most {max_response_length} tokens"), ScriptedEnv("s0", going("s1")), sampler, limits)
+    run(
+        make(agent_template="{observation}, at most {max_response_length} tokens"),
+        ScriptedEnv("s0", going("s1")),
+        sampler,
+        limits,
+    )
     assert sampler.calls[0]["messages"][-1]["content"] == f"s0, at most {told} tokens"

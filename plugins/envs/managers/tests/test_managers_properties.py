@@ -23,9 +23,14 @@ plays = st.lists(st.tuples(st.one_of(texts, parts), texts), min_size=1, max_size
 limits_of = st.builds(Limits, st.integers(10, 90), st.integers(1, 12), st.integers(1, 12), st.integers(1, 5))
 
 
-def played(manager: Any, script: list[tuple[Any, str]], limits: Limits) -> tuple[Trajectory, list[Sample], ScriptedSampler]:
+def played(
+    manager: Any, script: list[tuple[Any, str]], limits: Limits
+) -> tuple[Trajectory, list[Sample], ScriptedSampler]:
     sampler = ScriptedSampler([text for _, text in script])
-    env = ScriptedEnv(script[0][0], [*going(*[observation for observation, _ in script[1:]], reward=1.0), ("end", 1.0, True, False, {})])
+    env = ScriptedEnv(
+        script[0][0],
+        [*going(*[observation for observation, _ in script[1:]], reward=1.0), ("end", 1.0, True, False, {})],
+    )
     trajectory = run(manager, env, sampler, limits)
     return trajectory, manager.samples(trajectory), sampler
 
@@ -45,7 +50,9 @@ def check_rows(trajectory: Trajectory, rows: list[Sample], sampler: ScriptedSamp
             seen[turn] = row.input_ids[mine].tolist()
             np.testing.assert_array_equal(row.versions[mine], 10 * turn + count)
             np.testing.assert_array_equal(row.logprobs[mine], (-turn - count / 100).astype(np.float32))
-    answered = {index: turn.response_ids.tolist() for index, turn in enumerate(trajectory.turns) if len(turn.response_ids)}
+    answered = {
+        index: turn.response_ids.tolist() for index, turn in enumerate(trajectory.turns) if len(turn.response_ids)
+    }
     assert seen == answered
     batch = build_batch([trajectory], [rows])
     if rows:
@@ -62,7 +69,9 @@ def check_images(trajectory: Trajectory, sampler: ScriptedSampler) -> None:
 
 @settings(max_examples=150)
 @given(plays, limits_of)
-def test_trajectory_rows_are_prefix_chains_of_what_was_sent_and_sampled(script: list[tuple[Any, str]], limits: Limits) -> None:
+def test_trajectory_rows_are_prefix_chains_of_what_was_sent_and_sampled(
+    script: list[tuple[Any, str]], limits: Limits
+) -> None:
     manager = TrajectoryManager(TrajectoryConfig(), ManagerContext())
     trajectory, rows, sampler = played(manager, script, limits)
     check_rows(trajectory, rows, sampler, limits)
@@ -79,7 +88,9 @@ def test_trajectory_rows_are_prefix_chains_of_what_was_sent_and_sampled(script: 
 
 @settings(max_examples=150)
 @given(plays, limits_of, st.one_of(st.none(), st.integers(0, 3)))
-def test_stepwise_rows_never_exceed_prompt_limit_plus_new_tokens(script: list[tuple[Any, str]], limits: Limits, length: int | None) -> None:
+def test_stepwise_rows_never_exceed_prompt_limit_plus_new_tokens(
+    script: list[tuple[Any, str]], limits: Limits, length: int | None
+) -> None:
     manager = StepwiseManager(StepwiseConfig(history_length=length), ManagerContext())
     trajectory, rows, sampler = played(manager, script, limits)
     check_rows(trajectory, rows, sampler, limits)

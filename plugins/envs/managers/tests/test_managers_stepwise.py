@@ -58,7 +58,12 @@ def test_prompt_over_max_prompt_length_is_not_sent_and_the_turns_are_kept(spare:
     limits = Limits(longest + 6 + spare, 6, 50, 2)
     assert limits.max_prompt_length == longest + spare
     built, sampler = manager(history_length=0), ScriptedSampler(["a", "b"])
-    played = run(built, ScriptedEnv("s0", [("longer observation", 0.5, False, False, {}), ("s2", 0.0, False, False, {})]), sampler, limits)
+    played = run(
+        built,
+        ScriptedEnv("s0", [("longer observation", 0.5, False, False, {}), ("s2", 0.0, False, False, {})]),
+        sampler,
+        limits,
+    )
     assert (len(played.turns), len(sampler.calls), played.stop_reason, played.score) == (turns, turns, stop, 0.5)
     assert len(built.samples(played)) == turns
     assert played.final_observation == ("s2" if turns == 2 else "longer observation")
@@ -82,7 +87,9 @@ def test_a_call_may_generate_the_smaller_of_its_limits() -> None:
 
 def test_turns_without_sampled_tokens_give_no_sample_but_keep_their_reward() -> None:
     built = manager(history_length=0)
-    env = ScriptedEnv("s0", [("s1", 1.0, False, False, {}), ("s2", 2.0, False, False, {}), ("s3", 4.0, True, False, {})])
+    env = ScriptedEnv(
+        "s0", [("s1", 1.0, False, False, {}), ("s2", 2.0, False, False, {}), ("s3", 4.0, True, False, {})]
+    )
     played = run(built, env, ScriptedSampler(["", "go", ""]))
     rows = built.samples(played)
     assert (len(played.turns), len(rows), played.score) == (3, 1, 7.0)
@@ -120,7 +127,9 @@ def test_messages_backend_is_given_messages_and_no_length_check() -> None:
     sampler = ScriptedSampler(["a", "b"], takes="messages")
     built = manager(history_length=0)
     played = run(built, ScriptedEnv("s0", going("s1", "s2")), sampler, Limits(2, 1, 1, 2))
-    assert [call["messages"] for call in sampler.calls] == [[{"role": "user", "content": text}] for text in ("s0", "s1")]
+    assert [call["messages"] for call in sampler.calls] == [
+        [{"role": "user", "content": text}] for text in ("s0", "s1")
+    ]
     assert (played.stop_reason, len(played.turns), built.samples(played)) == ("turns", 2, [])
 
 

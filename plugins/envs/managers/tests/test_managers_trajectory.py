@@ -7,7 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import evolve
-from managers_fakes import END, ROLES, ROOMY, CharChat, ScriptedEnv, ScriptedSampler, going, image, image_part, prompt, run, text_ids, text_part
+from managers_fakes import (
+    END,
+    ROLES,
+    ROOMY,
+    CharChat,
+    ScriptedEnv,
+    ScriptedSampler,
+    going,
+    image,
+    image_part,
+    prompt,
+    run,
+    text_ids,
+    text_part,
+)
 
 from turnwise.contracts.env_manager import Limits, ManagerContext
 from turnwise.data.batch import build_batch
@@ -34,7 +48,12 @@ def test_prompt_is_previous_prompt_sampled_tokens_and_the_continuation() -> None
     assert [call["ids"].tolist() for call in sampler.calls] == [first, second, third]
     assert [turn.prompt_ids.tolist() for turn in played.turns] == [first, second, third]
     assert env.actions == ["up", "left", "down"]
-    assert (played.stop_reason, played.success, played.score, played.final_observation) == ("terminated", True, 1.0, "s3")
+    assert (played.stop_reason, played.success, played.score, played.final_observation) == (
+        "terminated",
+        True,
+        1.0,
+        "s3",
+    )
     assert (played.tag, played.group, played.member, played.attempt, played.seed) == ("Tag", 7, 3, 1, 11)
 
 
@@ -97,7 +116,12 @@ def test_prompt_over_limit_ends_the_trajectory_and_keeps_its_turns() -> None:
 @pytest.mark.parametrize(("spare", "turns"), [(0, 1), (1, 2)])
 def test_a_turn_needs_room_for_one_token(spare: int, turns: int) -> None:
     second = len(prompt(("user", "s0"))) + len("up") + 1 + len(prompt(("user", "s1")))
-    played = run(manager(), ScriptedEnv("s0", going("s1", "s2")), ScriptedSampler(["up", "down"]), Limits(second + spare, 10, 10, 10))
+    played = run(
+        manager(),
+        ScriptedEnv("s0", going("s1", "s2")),
+        ScriptedSampler(["up", "down"]),
+        Limits(second + spare, 10, 10, 10),
+    )
     assert (len(played.turns), played.stop_reason) == (turns, "length")
     if turns == 2:
         assert played.turns[1].text == "d"
@@ -107,13 +131,21 @@ def test_first_prompt_without_room_gives_no_turn_and_no_sample() -> None:
     built = manager()
     sampler = ScriptedSampler([])
     played = run(built, ScriptedEnv("much too long"), sampler, Limits(10, 5, 5, 3))
-    assert (played.turns, played.stop_reason, played.score, played.metrics, sampler.calls) == ((), "length", 0.0, {}, [])
+    assert (played.turns, played.stop_reason, played.score, played.metrics, sampler.calls) == (
+        (),
+        "length",
+        0.0,
+        {},
+        [],
+    )
     assert built.samples(played) == []
 
 
 def test_empty_generation_is_a_turn_whose_reward_moves_to_a_sampled_token() -> None:
     built = manager()
-    env = ScriptedEnv("s0", [("s1", 1.0, False, False, {}), ("s2", 2.0, False, False, {}), ("s3", 4.0, True, False, {})])
+    env = ScriptedEnv(
+        "s0", [("s1", 1.0, False, False, {}), ("s2", 2.0, False, False, {}), ("s3", 4.0, True, False, {})]
+    )
     played = run(built, env, ScriptedSampler(["", "go", ""]))
     assert [len(turn.response_ids) for turn in played.turns] == [0, 3, 0]
     (sample,) = built.samples(played)
@@ -127,7 +159,9 @@ def test_missing_logprobs_of_one_turn_leave_the_sample_without() -> None:
     built = manager()
     env, _ = three_turns()
     seen = iter(range(3))
-    sampler = ScriptedSampler(["up", "left", "down"], change=lambda g: evolve(g, logprobs=None) if next(seen) == 1 else g)
+    sampler = ScriptedSampler(
+        ["up", "left", "down"], change=lambda g: evolve(g, logprobs=None) if next(seen) == 1 else g
+    )
     played = run(built, env, sampler)
     assert played.turns[1].logprobs is None
     assert built.samples(played)[0].logprobs is None
@@ -138,7 +172,17 @@ def test_single_turn_history_keeps_the_dialogue_inside_one_assistant_message() -
     env, sampler = three_turns()
     played = run(built, env, sampler)
     head = prompt(("user", "[s0]"))
-    expected = [*head, *text_ids("up"), END, *text_ids("[s1]"), *text_ids("left"), END, *text_ids("[s2]"), *text_ids("down"), END]
+    expected = [
+        *head,
+        *text_ids("up"),
+        END,
+        *text_ids("[s1]"),
+        *text_ids("left"),
+        END,
+        *text_ids("[s2]"),
+        *text_ids("down"),
+        END,
+    ]
     (sample,) = built.samples(played)
     assert sample.input_ids.tolist() == expected
     assert expected.count(ROLES["assistant"]) == 1
@@ -147,7 +191,12 @@ def test_single_turn_history_keeps_the_dialogue_inside_one_assistant_message() -
 
 def test_single_turn_history_as_messages_is_one_assistant_message_to_go_on_with() -> None:
     sampler = ScriptedSampler(["up ", "left "], takes="messages")
-    run(manager(history="single_turn", agent_system_template="sys"), ScriptedEnv("s0", going("s1 ", "s2")), sampler, evolve(ROOMY, max_turns=2))
+    run(
+        manager(history="single_turn", agent_system_template="sys"),
+        ScriptedEnv("s0", going("s1 ", "s2")),
+        sampler,
+        evolve(ROOMY, max_turns=2),
+    )
     head = [{"role": "system", "content": "sys"}, {"role": "user", "content": "s0"}]
     assert [call["messages"] for call in sampler.calls] == [head, [*head, {"role": "assistant", "content": "up s1 "}]]
 
@@ -163,7 +212,14 @@ def test_messages_backend_gets_the_growing_conversation_and_gives_no_samples() -
     env, _ = three_turns()
     sampler = ScriptedSampler(["up", "left", "down"], takes="messages")
     played = run(built, env, sampler, Limits(1, 4, 3, 10))
-    texts = [("system", "sys"), ("user", "s0"), ("assistant", "up"), ("user", "s1"), ("assistant", "left"), ("user", "s2")]
+    texts = [
+        ("system", "sys"),
+        ("user", "s0"),
+        ("assistant", "up"),
+        ("user", "s1"),
+        ("assistant", "left"),
+        ("user", "s2"),
+    ]
     conversation = [{"role": role, "content": text} for role, text in texts]
     assert [call["messages"] for call in sampler.calls] == [conversation[:2], conversation[:4], conversation]
     assert {call["max_new_tokens"] for call in sampler.calls} == {3}
@@ -187,12 +243,29 @@ def test_images_are_kept_once_and_prompts_refer_to_them_in_order() -> None:
     played = run(built, env, sampler, Limits(1000, 50, 50, 3), chat)
     assert [picture[0, 0, 0] for picture in played.images] == [5, 6, 7]
     assert [turn.images for turn in played.turns] == [(0, 1), (0, 1, 1, 2), (0, 1, 1, 2)]
-    assert [[picture[0, 0, 0] for picture in call["images"]] for call in sampler.calls] == [[5, 6], [5, 6, 6, 7], [5, 6, 6, 7]]
+    assert [[picture[0, 0, 0] for picture in call["images"]] for call in sampler.calls] == [
+        [5, 6],
+        [5, 6, 6, 7],
+        [5, 6, 6, 7],
+    ]
     assert [len(pictures) for pictures in chat.images] == [2, 2, 0]  # each time those of the new messages
     (sample,) = built.samples(played)
     assert sample.images == (0, 1, 1, 2)
     assert played.turns[0].observation[0]["image"] is played.images[0]
-    head = [ROLES["user"], *text_ids("<"), 2, 2, 2, *text_ids(" and "), 2, 2, 2, *text_ids(">"), END, ROLES["assistant"]]
+    head = [
+        ROLES["user"],
+        *text_ids("<"),
+        2,
+        2,
+        2,
+        *text_ids(" and "),
+        2,
+        2,
+        2,
+        *text_ids(">"),
+        END,
+        ROLES["assistant"],
+    ]
     assert played.turns[0].prompt_ids.tolist() == head
 
 

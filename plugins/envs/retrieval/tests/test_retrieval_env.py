@@ -33,10 +33,13 @@ ASKED = {
 
 
 def solve(env: Retrieval, seed: int) -> list[Any]:
-    """Play by reading alone: search for the named person, then from teacher to teacher, and answer with the fact of the last document."""
+    """Play by reading alone: search for the named person, then from teacher to teacher, and answer with the fact of the
+    last document."""
     observation, _ = env.reset(seed=seed)
     relation, who = next(
-        (key, found[1]) for key, pattern in ASKED.items() if (found := re.fullmatch(f"Question: {pattern[:-1]}" + r"\?", observation))
+        (key, found[1])
+        for key, pattern in ASKED.items()
+        if (found := re.fullmatch(f"Question: {pattern[:-1]}" + r"\?", observation))
     )
     teachers, name = who.count("the teacher of "), who.split()[-1]
     answers = [env.step(f"search: {name}")]
@@ -59,11 +62,14 @@ def test_reading_the_documents_answers_every_question(hops: int) -> None:
 
 
 def test_a_search_for_a_name_finds_the_document_of_that_person_first() -> None:
-    """A person's own document holds the name as the title; their pupils' documents hold it as a teacher. Both match; the title must win."""
+    """A person's own document holds the name as the title; their pupils' documents hold it as a teacher. Both match;
+    the title must win."""
     corpus = make_corpus(0, 200, 100, 200)
     for i, name in enumerate(corpus.names):
         assert corpus.search(name, 1) == [i]
-        assert set(corpus.search(name, 200)) == {i} | {pupil for pupil, teacher in enumerate(corpus.teachers) if teacher == i}
+        assert set(corpus.search(name, 200)) == {i} | {
+            pupil for pupil, teacher in enumerate(corpus.teachers) if teacher == i
+        }
 
 
 def slow_search(corpus: Corpus, query: str, count: int) -> list[int]:
@@ -75,7 +81,10 @@ def slow_search(corpus: Corpus, query: str, count: int) -> list[int]:
     ]
     weight = {word: math.log(1 + len(held) / n) for word in words if (n := sum(word in h for h in held))}
     titles = [name.lower() for name in corpus.names]
-    score = [sum(weight[word] * (1 + (word == title)) for word in sorted(words) if word in h) for h, title in zip(held, titles)]
+    score = [
+        sum(weight[word] * (1 + (word == title)) for word in sorted(words) if word in h)
+        for h, title in zip(held, titles)
+    ]
     order = sorted(range(len(held)), key=lambda i: (-score[i], i))
     return [i for i in order if score[i] > 0][:count]
 
@@ -258,7 +267,10 @@ def test_steps_before_reset_are_told() -> None:
     [
         ({"num_documents": 1}, "num_documents is 1, retrieval. Fix: an integer from 2 to 8000"),
         ({"num_documents": True}, "num_documents is True"),
-        ({"document_tokens": 5000}, r"document_tokens is 5000, retrieval. Fix: shortest and longest, at least 100, as \[100, 5000\]"),
+        (
+            {"document_tokens": 5000},
+            r"document_tokens is 5000, retrieval. Fix: shortest and longest, at least 100, as \[100, 5000\]",
+        ),
         ({"document_tokens": [50, 100]}, "document_tokens"),
         ({"document_tokens": [300, 200]}, "document_tokens"),
         ({"hops": 0}, "hops is 0, retrieval. Fix: an integer from 1 to 5"),

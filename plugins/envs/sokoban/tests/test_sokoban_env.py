@@ -23,7 +23,9 @@ def room_of(picture: str) -> Room:
     """The room of a drawing in the usual symbols."""
     rows = picture.split()
     cells = "".join(rows)
-    places = {symbols: frozenset(i for i, cell in enumerate(cells) if cell in symbols) for symbols in ("#", "O√S", "X√", "PS")}
+    places = {
+        symbols: frozenset(i for i, cell in enumerate(cells) if cell in symbols) for symbols in ("#", "O√S", "X√", "PS")
+    }
     (player,) = places["PS"]
     return Room(len(rows), len(rows[0]), tuple(cell == "#" for cell in cells), places["O√S"], places["X√"], player)
 
@@ -89,7 +91,9 @@ def test_several_moves_a_turn(room: Any) -> None:
 
 def test_a_turn_ends_at_the_first_text_that_is_no_move_and_keeps_what_was_played(room: Any) -> None:
     room(ONE)
-    _, reward, terminated, _, info = play(Sokoban(max_actions_per_turn=6, invalid_penalty=-1), ["Right || Jump || Down || Jump"])[-1]
+    _, reward, terminated, _, info = play(
+        Sokoban(max_actions_per_turn=6, invalid_penalty=-1), ["Right || Jump || Down || Jump"]
+    )[-1]
     assert round(reward, 9) == -1.2
     assert not terminated
     assert info["metrics"] == {"invalid": 1.0, "effective": 1.0}
@@ -140,7 +144,9 @@ def test_max_steps_counts_moves_and_invalid_texts(room: Any) -> None:
 def test_words_by_hand(room: Any) -> None:
     room(TWO)
     texts = [answer[0] for answer in play(Sokoban(describe=True), ["Right"])]
-    assert texts[0].endswith("\nBoxes: 1 right, 1 down 1 right.\nFree targets: 2 right, 1 down 3 right.\nWalls: Up Left.")
+    assert texts[0].endswith(
+        "\nBoxes: 1 right, 1 down 1 right.\nFree targets: 2 right, 1 down 3 right.\nWalls: Up Left."
+    )
     assert texts[1].endswith("\nBoxes: 1 right (on a target), 1 down.\nFree targets: 1 down 2 right.\nWalls: Up.")
 
 
@@ -150,7 +156,10 @@ def test_other_symbols_and_their_words(room: Any) -> None:
     env = Sokoban(grid_lookup=lookup, grid_vocab={"W": "brick", ".": "empty", "B": "crate"})
     text, info = env.reset(seed=0)
     assert text == "W W W W W W\nW A . . W W\nW . B . W W\nW . . G W W\nW . W W W W\nW W W W W W"
-    assert "W: brick, .: empty, G: target, C: box on target, B: crate, A: player, @: player on target" in info["env_instruction"]
+    assert (
+        "W: brick, .: empty, G: target, C: box on target, B: crate, A: player, @: player on target"
+        in info["env_instruction"]
+    )
     assert info["state_key"] == Sokoban().reset(seed=0)[1]["state_key"]
 
 
@@ -167,12 +176,19 @@ def test_info_at_reset() -> None:
     seed=st.integers(0, 2**63),
     limit=st.integers(1, 3),
     actions=st.lists(
-        st.one_of(st.sampled_from(ACTIONS), st.text(max_size=8), st.lists(st.sampled_from((*ACTIONS, "", "x"))).map("||".join)), max_size=15
+        st.one_of(
+            st.sampled_from(ACTIONS), st.text(max_size=8), st.lists(st.sampled_from((*ACTIONS, "", "x"))).map("||".join)
+        ),
+        max_size=15,
     ),
 )
-def test_any_text_is_answered_and_the_same_seed_and_actions_give_the_same_episode(seed: int, limit: int, actions: list[str]) -> None:
+def test_any_text_is_answered_and_the_same_seed_and_actions_give_the_same_episode(
+    seed: int, limit: int, actions: list[str]
+) -> None:
     def env() -> Sokoban:
-        return Sokoban(dim_room=[6, 7], num_boxes=2, search_depth=20, max_steps=12, max_actions_per_turn=limit, describe=True)
+        return Sokoban(
+            dim_room=[6, 7], num_boxes=2, search_depth=20, max_steps=12, max_actions_per_turn=limit, describe=True
+        )
 
     first = play(env(), actions, seed)
     for answer in first[1:]:
@@ -230,7 +246,10 @@ def test_the_picture_shows_every_kind_of_cell_apart(room: Any) -> None:
     picture = env.render()
     assert picture.shape == (128, 256, 3)
     assert picture.dtype == np.uint8
-    tiles = [picture[32 * y : 32 * y + 32, 32 * x : 32 * x + 32].tobytes() for y, x in ((0, 0), (1, 1), (1, 2), (1, 3), (1, 4), (1, 5))]
+    tiles = [
+        picture[32 * y : 32 * y + 32, 32 * x : 32 * x + 32].tobytes()
+        for y, x in ((0, 0), (1, 1), (1, 2), (1, 3), (1, 4), (1, 5))
+    ]
     assert len(set(tiles)) == 6
     env.step("Right")
     assert env.render()[32:64, 64:96].tobytes() not in tiles  # the player on a target

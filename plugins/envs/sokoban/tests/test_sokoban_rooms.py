@@ -78,12 +78,17 @@ class Puzzle:
         (9, 5, 3, 9, 40),
     ],
 )
-def test_every_room_is_solved_within_search_depth_moves(height: int, width: int, num_boxes: int, search_depth: int, seeds: int) -> None:
+def test_every_room_is_solved_within_search_depth_moves(
+    height: int, width: int, num_boxes: int, search_depth: int, seeds: int
+) -> None:
     for seed in range(seeds):
         assert Puzzle(make_room(seed, height, width, num_boxes, search_depth, "all")).shortest(search_depth) is not None
 
 
-@pytest.mark.parametrize(("height", "width", "num_boxes", "search_depth", "seeds"), [(7, 7, 2, 200, 100), (8, 8, 3, 100, 100), (10, 10, 4, 300, 60)])
+@pytest.mark.parametrize(
+    ("height", "width", "num_boxes", "search_depth", "seeds"),
+    [(7, 7, 2, 200, 100), (8, 8, 3, 100, 100), (10, 10, 4, 300, 60)],
+)
 def test_deep_rooms_are_solvable(height: int, width: int, num_boxes: int, search_depth: int, seeds: int) -> None:
     for seed in range(seeds):
         assert Puzzle(make_room(seed, height, width, num_boxes, search_depth, "all")).solvable()

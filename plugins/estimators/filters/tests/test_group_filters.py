@@ -1,4 +1,5 @@
-"""Group filters: what each keeps, that trajectories count and not rows, and that each sees what the ones before it left."""
+"""Group filters: what each keeps, that trajectories count and not rows, and that each sees what the ones before it
+left."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from turnwise_filters.overlong import Overlong
 from turnwise_filters.top_spread import TopSpread
 
 
-def table(groups: list[int], scores: list[float], trains: list[bool] | None = None, stop: list[str] | None = None) -> Table:
+def table(
+    groups: list[int], scores: list[float], trains: list[bool] | None = None, stop: list[str] | None = None
+) -> Table:
     columns: dict[str, Any] = {
         "group": np.array(groups, np.int64),
         "traj_group_id": np.array(groups, np.int64),
@@ -72,7 +75,9 @@ def test_at_equal_spread_the_lower_number_is_kept() -> None:
 def test_a_last_bit_of_sigma_decides_nothing() -> None:
     larger_by_rounding = table([0, 0, 0, 0, 1, 1, 1], [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.5])  # both variances are 1/12
     assert top_spread(larger_by_rounding, 0.5) == [True] * 4 + [False] * 3
-    assert top_spread(table([0, 0, 0, 1, 1, 1, 1], [0.0, 0.0, 0.5, 0.0, 0.0, 0.5, 0.5]), 0.5) == [True] * 3 + [False] * 4
+    assert (
+        top_spread(table([0, 0, 0, 1, 1, 1, 1], [0.0, 0.0, 0.5, 0.0, 0.0, 0.5, 0.5]), 0.5) == [True] * 3 + [False] * 4
+    )
 
 
 @pytest.mark.parametrize(("gap", "kept"), [(1.0 + 1e-8, [False, True]), (1.0 + 1e-11, [True, False])])
@@ -120,7 +125,9 @@ def test_equals_the_definition_computed_by_loops(made: list[tuple[int, float, bo
     for g, score, trains in made:
         if trains:
             scores.setdefault(g, []).append(score)
-    variance = {g: statistics.variance(map(Fraction, s)) if len(s) > 1 else Fraction(0) for g, s in scores.items()}  # exact: ties are ties
+    variance = {
+        g: statistics.variance(map(Fraction, s)) if len(s) > 1 else Fraction(0) for g, s in scores.items()
+    }  # exact: ties are ties
     given_table = table(groups, [s for _, s, _ in made], [t for _, _, t in made])
     assert no_signal(given_table) == [variance.get(g, 0) > Fraction(1, 10**12) for g in groups]
     best = sorted(variance, key=lambda g: (-variance[g], g))[: -int(-len(variance) * keep // 1)]

@@ -1,4 +1,5 @@
-"""GAE: the reference numbers whatever the rows, a slow reading of the definition, and what stands after the last token."""
+"""GAE: the reference numbers whatever the rows, a slow reading of the definition, and what stands after the last
+token."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def build(**options: Any) -> Gae:
 
 
 def to_batch(played: list[Turns], cut: Any = lambda i, k: False, stop: Any = "terminated") -> Batch:
-    """One group; a new row begins at turn k > 0 of trajectory i where cut(i, k). The values of tokens that were not sampled are NaN."""
+    """One group; a new row begins at turn k > 0 of trajectory i where cut(i, k). The values of tokens that were not
+    sampled are NaN."""
     trajectories, samples = [], []
     empty = np.zeros(0, np.int32)
     for i, one in enumerate(played):
@@ -36,7 +38,13 @@ def to_batch(played: list[Turns], cut: Any = lambda i, k: False, stop: Any = "te
             if k and cut(i, k):
                 rows.append([-1, -1])
             rows[-1] += [k] * len(values) + [-1]
-        samples.append([Sample(np.zeros(len(r)), np.array(r) >= 0, np.array(r), None, np.zeros(len(r))) for r in rows if max(r) >= 0])
+        samples.append(
+            [
+                Sample(np.zeros(len(r)), np.array(r) >= 0, np.array(r), None, np.zeros(len(r)))
+                for r in rows
+                if max(r) >= 0
+            ]
+        )
     batch = build_batch(trajectories, samples)
     values = np.full(len(batch.tokens), np.nan, np.float32)
     values[batch.sampled] = [v for one in played for _, mine in one for v in mine]
@@ -65,7 +73,9 @@ def test_the_defaults_are_those_of_the_reference() -> None:
 
 def test_a_trajectory_knows_nothing_of_its_neighbour() -> None:
     both, alone = to_batch([REF, REF[:1]]), to_batch([REF[:1]])
-    np.testing.assert_allclose(build().compute(both)[0][both.sampled][5:], build().compute(alone)[0][alone.sampled], atol=1e-12)
+    np.testing.assert_allclose(
+        build().compute(both)[0][both.sampled][5:], build().compute(alone)[0][alone.sampled], atol=1e-12
+    )
 
 
 def test_a_turn_without_tokens_hands_its_reward_on_and_takes_no_step_of_the_discount() -> None:
@@ -77,7 +87,11 @@ def test_a_turn_without_tokens_hands_its_reward_on_and_takes_no_step_of_the_disc
 def test_kl_in_the_reward_and_normalised_rewards_enter_the_recursion() -> None:
     batch = to_batch([[(1.0, [0.0, 0.0])], [(3.0, [0.0])]])
     kl = np.where(batch.tokens["response_mask"], 0.25, 9.0)
-    assert build().compute(batch.with_tokens(kl_penalty=kl))[1][batch.sampled].tolist() == [-0.25 + 0.95 * 0.75, 0.75, 2.75]
+    assert build().compute(batch.with_tokens(kl_penalty=kl))[1][batch.sampled].tolist() == [
+        -0.25 + 0.95 * 0.75,
+        0.75,
+        2.75,
+    ]
     _, returns = build(lambd=1.0, reward_normalization=RewardNormalization(method="mean")).compute(batch)
     assert returns[batch.sampled].tolist() == [-1.0, -1.0, 1.0]
 
@@ -103,7 +117,9 @@ numbers = st.sampled_from([0.0, 1.0, -0.5, 0.25])
 turns = st.lists(st.tuples(numbers, st.lists(numbers, max_size=3)), max_size=4)
 
 
-@given(played=st.lists(turns, max_size=4), gamma=st.sampled_from([1.0, 0.9, 0.0]), lambd=st.sampled_from([1.0, 0.95, 0.0]))
+@given(
+    played=st.lists(turns, max_size=4), gamma=st.sampled_from([1.0, 0.9, 0.0]), lambd=st.sampled_from([1.0, 0.95, 0.0])
+)
 def test_equals_the_definition_computed_by_loops(played: list[Turns], gamma: float, lambd: float) -> None:
     batch = to_batch(played)
     advantages, returns = build(gamma=gamma, lambd=lambd).compute(batch)

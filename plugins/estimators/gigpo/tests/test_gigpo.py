@@ -35,11 +35,19 @@ def to_batch(played: list[Played], stepwise: bool = False) -> Batch:
     trajectories, samples = [], []
     empty = np.zeros(0, np.int32)
     for i, one in enumerate(played):
-        turns = tuple(Turn(empty, empty, np.zeros(0, np.bool_), None, empty, reward, state) for state, reward, _ in one.turns)
+        turns = tuple(
+            Turn(empty, empty, np.zeros(0, np.bool_), None, empty, reward, state) for state, reward, _ in one.turns
+        )
         trajectories.append(Trajectory("A", one.group, i, 0, turns, "terminated"))
         runs = [[k] * n for k, (_, _, n) in enumerate(one.turns) if n]
         rows = [[-1, *run] for run in runs] if stepwise else [[-1, *(k for run in runs for k in run)]]
-        samples.append([Sample(np.zeros(len(r)), np.array(r) >= 0, np.array(r), None, np.zeros(len(r))) for r in rows if max(r) >= 0])
+        samples.append(
+            [
+                Sample(np.zeros(len(r)), np.array(r) >= 0, np.array(r), None, np.zeros(len(r)))
+                for r in rows
+                if max(r) >= 0
+            ]
+        )
     return build_batch(trajectories, samples)
 
 
@@ -55,7 +63,10 @@ def per_turn(batch: Batch, **options: Any) -> list[float]:
     return out
 
 
-PAPER = [Played(7, (("s0", 0.0, 2), ("s1", 0.0, 1), ("s2", 1.0, 3))), Played(7, (("s0", 0.0, 1), ("s1", 0.0, 2), ("s1", 0.0, 2)))]
+PAPER = [
+    Played(7, (("s0", 0.0, 2), ("s1", 0.0, 1), ("s2", 1.0, 3))),
+    Played(7, (("s0", 0.0, 1), ("s1", 0.0, 2), ("s1", 0.0, 2))),
+]
 STEP = {
     "mean_std": [0.707106, 1.154698, 0.0, -0.707106, -0.577349, -0.577349],
     "mean": [0.45125, 0.633333, 0.0, -0.45125, -0.316667, -0.316667],
@@ -83,7 +94,9 @@ def test_the_defaults_are_mean_std_and_weights_of_one() -> None:
 
 def test_a_visit_without_sampled_tokens_counts_in_its_anchor_group() -> None:
     silent = [Played(0, (("a", 1.0, 1),)), Played(0, (("a", 0.0, 0),)), Played(0, (("b", 0.0, 1),))]
-    step = per_turn(to_batch(silent), episode_reward_weight=0.0, reward_normalization=RewardNormalization(method="mean"))
+    step = per_turn(
+        to_batch(silent), episode_reward_weight=0.0, reward_normalization=RewardNormalization(method="mean")
+    )
     assert step[0] == 0.5
     assert math.isnan(step[1])
     assert step[2] == 0.0  # the only visit of its state
@@ -92,7 +105,9 @@ def test_a_visit_without_sampled_tokens_counts_in_its_anchor_group() -> None:
 def test_equal_states_of_two_trajectory_groups_are_never_merged() -> None:
     apart = [Played(0, (("a", 1.0, 1),)), Played(1, (("a", 0.0, 1),)), Played(2, (("a", 5.0, 1),))]
     assert per_turn(to_batch(apart)) == [0.0, 0.0, 0.0]
-    over_the_batch = per_turn(to_batch(apart), reward_normalization=RewardNormalization(grouping="batch", method="mean"))
+    over_the_batch = per_turn(
+        to_batch(apart), reward_normalization=RewardNormalization(grouping="batch", method="mean")
+    )
     np.testing.assert_allclose(over_the_batch, [-1.0, -2.0, 3.0])  # the scope of A_E alone is wider
 
 
@@ -118,7 +133,11 @@ def test_a_filtered_trajectory_is_in_no_statistic() -> None:
 
 @pytest.mark.parametrize(
     "settings_of",
-    [RewardNormalization(method="identity"), RewardNormalization(norm_std_type="batch"), RewardNormalization(grouping="traj_id")],
+    [
+        RewardNormalization(method="identity"),
+        RewardNormalization(norm_std_type="batch"),
+        RewardNormalization(grouping="traj_id"),
+    ],
 )
 def test_a_normalisation_that_compares_nothing_is_refused(settings_of: RewardNormalization) -> None:
     with pytest.raises(ConfigError, match="reward_normalization"):
@@ -128,12 +147,18 @@ def test_a_normalisation_that_compares_nothing_is_refused(settings_of: RewardNor
 def test_scopes_of_mean_and_sigma_decide_the_method_of_both_levels() -> None:
     batch = to_batch(PAPER)
     only_mean = RewardNormalization(norm_mean_type="group", method="mean_std")
-    np.testing.assert_allclose(per_turn(batch, episode_reward_weight=0.0, reward_normalization=only_mean), STEP["mean"], atol=1e-6)
+    np.testing.assert_allclose(
+        per_turn(batch, episode_reward_weight=0.0, reward_normalization=only_mean), STEP["mean"], atol=1e-6
+    )
     both = RewardNormalization(norm_mean_type="group", norm_std_type="batch", method="mean")
-    np.testing.assert_allclose(per_turn(batch, episode_reward_weight=0.0, reward_normalization=both), STEP["mean_std"], atol=1e-6)
+    np.testing.assert_allclose(
+        per_turn(batch, episode_reward_weight=0.0, reward_normalization=both), STEP["mean_std"], atol=1e-6
+    )
 
 
-@pytest.mark.parametrize("options", [{"step_reward_gamma": 1.1}, {"similarity_threshold": 0.0}, {"similarity_threshold": 1.5}])
+@pytest.mark.parametrize(
+    "options", [{"step_reward_gamma": 1.1}, {"similarity_threshold": 0.0}, {"similarity_threshold": 1.5}]
+)
 def test_options_outside_their_range_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         GigpoConfig(**options)
@@ -186,9 +211,16 @@ def test_type_and_shape_are_kept_apart_and_equal_content_is_equal() -> None:
     assert labels[:half].tolist() == labels[half:].tolist()
 
 
-LEAVES = st.none() | st.booleans() | st.integers(0, 2) | st.sampled_from([0.0, -0.0, 1.0, float("nan"), "a", "b", "", b"a"])
+LEAVES = (
+    st.none() | st.booleans() | st.integers(0, 2) | st.sampled_from([0.0, -0.0, 1.0, float("nan"), "a", "b", "", b"a"])
+)
 NESTED = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(st.text("ab", max_size=1), inner)
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text("ab", max_size=1), inner)
+    ),
 )
 
 
@@ -240,7 +272,11 @@ def slow_clusters(texts: list[str], threshold: float) -> list[int]:
 words = st.text("abc", max_size=5)
 
 
-@given(texts=st.lists(words, max_size=12), threshold=st.sampled_from([0.3, 0.6, 0.8, 1.0]), group=st.randoms(use_true_random=False))
+@given(
+    texts=st.lists(words, max_size=12),
+    threshold=st.sampled_from([0.3, 0.6, 0.8, 1.0]),
+    group=st.randoms(use_true_random=False),
+)
 def test_clusters_are_those_of_the_definition(texts: list[str], threshold: float, group: Any) -> None:
     groups = sorted(group.randrange(2) for _ in texts)
     labels = anchor_groups(objects(texts), np.array(groups, np.int64), threshold)
@@ -248,7 +284,9 @@ def test_clusters_are_those_of_the_definition(texts: list[str], threshold: float
     for g in (0, 1):
         mine = [t for t, h in zip(texts, groups) if h == g]
         expected += [(g, c) for c in slow_clusters(mine, threshold)]
-    assert [[a == b for b in labels.tolist()] for a in labels.tolist()] == [[a == b for b in expected] for a in expected]
+    assert [[a == b for b in labels.tolist()] for a in labels.tolist()] == [
+        [a == b for b in expected] for a in expected
+    ]
     distinct = list(dict.fromkeys(texts))
     assert cluster_texts(distinct, threshold) == slow_clusters(distinct, threshold)
 
@@ -270,7 +308,12 @@ def slow(played: list[Played], gamma: float, method: str) -> list[float]:
         group = [p for p in played if p.group == me.group]
         episode = normalised(sum(r for _, r, _ in me.turns), [sum(r for _, r, _ in p.turns) for p in group])
         for (state, _, _), mine in zip(me.turns, to_go(me.turns)):
-            same = [R for p in group for (s, _, _), R in zip(p.turns, to_go(p.turns)) if type(s) is type(state) and s == state]
+            same = [
+                R
+                for p in group
+                for (s, _, _), R in zip(p.turns, to_go(p.turns))
+                if type(s) is type(state) and s == state
+            ]
             out.append(episode + normalised(mine, same))
     return out
 
@@ -286,5 +329,7 @@ several = st.lists(st.lists(st.lists(turn, max_size=5).map(tuple), min_size=1, m
 )
 def test_equals_the_definition_computed_by_loops(played: list[Played], gamma: float, method: Any) -> None:
     got = per_turn(to_batch(played), step_reward_gamma=gamma, reward_normalization=RewardNormalization(method=method))
-    expected = [x if n else math.nan for x, (_, _, n) in zip(slow(played, gamma, method), (t for p in played for t in p.turns))]
+    expected = [
+        x if n else math.nan for x, (_, _, n) in zip(slow(played, gamma, method), (t for p in played for t in p.turns))
+    ]
     np.testing.assert_allclose(got, expected, atol=1e-9)

@@ -1,4 +1,5 @@
-"""Estimators of scores and of token returns: reference numbers, loops that follow the definitions, independence of how rows are cut."""
+"""Estimators of scores and of token returns: reference numbers, loops that follow the definitions, independence of how
+rows are cut."""
 
 from __future__ import annotations
 
@@ -44,11 +45,14 @@ def build(name: str, **options: Any) -> Any:
 
 
 def to_batch(played: list[Played], cut: Any = None) -> Batch:
-    """The batch; a new row begins at turn k > 0 of trajectory i where cut(i, k). A trajectory that sampled nothing has no row."""
+    """The batch; a new row begins at turn k > 0 of trajectory i where cut(i, k). A trajectory that sampled nothing has
+    no row."""
     trajectories, samples = [], []
     for i, one in enumerate(played):
         empty = np.zeros(0, np.int32)
-        turns = tuple(Turn(empty, empty, np.zeros(0, np.bool_), None, empty, reward, k) for k, (reward, _) in enumerate(one.turns))
+        turns = tuple(
+            Turn(empty, empty, np.zeros(0, np.bool_), None, empty, reward, k) for k, (reward, _) in enumerate(one.turns)
+        )
         trajectories.append(Trajectory("A", one.group, i, 0, turns, "terminated"))
         rows: list[list[int]] = [[-1]]
         for k, (_, n) in enumerate(one.turns):
@@ -196,9 +200,18 @@ def test_kl_in_the_reward_reaches_the_returns() -> None:
 
 turn = st.tuples(st.sampled_from([0.0, 1.0, -0.5, 0.25, 0.1]), st.integers(0, 3))
 group = st.lists(st.lists(turn, max_size=4).map(tuple), min_size=1, max_size=4)
-groups = st.lists(group, min_size=1, max_size=4).map(lambda gs: [Played(g, turns) for g, members in enumerate(gs) for turns in members])
+groups = st.lists(group, min_size=1, max_size=4).map(
+    lambda gs: [Played(g, turns) for g, members in enumerate(gs) for turns in members]
+)
 normalization = st.sampled_from(
-    [None, *(RewardNormalization(grouping=g, method=m) for g in ("traj_group_id", "batch") for m in ("identity", "mean", "mean_std"))]
+    [
+        None,
+        *(
+            RewardNormalization(grouping=g, method=m)
+            for g in ("traj_group_id", "batch")
+            for m in ("identity", "mean", "mean_std")
+        ),
+    ]
 )
 
 
@@ -207,8 +220,12 @@ def options_for(name: str, gamma: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@given(played=groups, cuts=st.randoms(use_true_random=False), normalize=normalization, gamma=st.sampled_from([1.0, 0.9]))
-def test_advantages_are_the_same_whatever_the_rows(name: str, played: list[Played], cuts: Any, normalize: Any, gamma: float) -> None:
+@given(
+    played=groups, cuts=st.randoms(use_true_random=False), normalize=normalization, gamma=st.sampled_from([1.0, 0.9])
+)
+def test_advantages_are_the_same_whatever_the_rows(
+    name: str, played: list[Played], cuts: Any, normalize: Any, gamma: float
+) -> None:
     estimator = build(name, reward_normalization=normalize, **options_for(name, gamma))
     results = []
     for cut in (None, lambda i, k: True, lambda i, k: cuts.random() < 0.5):

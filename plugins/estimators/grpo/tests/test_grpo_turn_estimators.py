@@ -1,4 +1,5 @@
-"""Estimators with one value per turn: step_reinforce and agentic_reinforce, by hand and against loops that follow the definitions."""
+"""Estimators with one value per turn: step_reinforce and agentic_reinforce, by hand and against loops that follow the
+definitions."""
 
 from __future__ import annotations
 
@@ -37,11 +38,19 @@ def to_batch(groups: list[list[Turns]], stepwise: bool = False) -> Batch:
     empty = np.zeros(0, np.int32)
     for g, members in enumerate(groups):
         for i, one in enumerate(members):
-            turns = tuple(Turn(empty, empty, np.zeros(0, np.bool_), None, empty, reward, k) for k, (reward, _) in enumerate(one))
+            turns = tuple(
+                Turn(empty, empty, np.zeros(0, np.bool_), None, empty, reward, k) for k, (reward, _) in enumerate(one)
+            )
             trajectories.append(Trajectory("A", g, i, 0, turns, "terminated"))
             runs = [[k] * n for k, (_, n) in enumerate(one) if n]
             rows = [[-1, *run] for run in runs] if stepwise else [[-1, *(k for run in runs for k in run)]]
-            samples.append([Sample(np.zeros(len(r)), np.array(r) >= 0, np.array(r), None, np.zeros(len(r))) for r in rows if max(r) >= 0])
+            samples.append(
+                [
+                    Sample(np.zeros(len(r)), np.array(r) >= 0, np.array(r), None, np.zeros(len(r)))
+                    for r in rows
+                    if max(r) >= 0
+                ]
+            )
     return build_batch(trajectories, samples)
 
 
@@ -146,12 +155,16 @@ def test_step_reinforce_equals_its_definition(groups: list[list[Turns]], gamma: 
     batch = to_batch(groups, stepwise)
     expected: list[float | None] = []
     for members in groups:
-        returns = [[sum(gamma ** (j - k) * one[j][0] for j in range(k, len(one))) for k in range(len(one))] for one in members]
+        returns = [
+            [sum(gamma ** (j - k) * one[j][0] for j in range(k, len(one))) for k in range(len(one))] for one in members
+        ]
         every = [r for one in returns for r in one]
         for one, mine in zip(members, returns):
             expected += [r - statistics.fmean(every) if n else None for r, (_, n) in zip(mine, one)]
     np.testing.assert_allclose(
-        np.array(per_turn(batch, step(step_reward_gamma=gamma).compute(batch)[0]), float), np.array(expected, float), atol=1e-12
+        np.array(per_turn(batch, step(step_reward_gamma=gamma).compute(batch)[0]), float),
+        np.array(expected, float),
+        atol=1e-12,
     )
 
 

@@ -25,13 +25,24 @@ def double(*values: float) -> Tensor:
 
 
 def view(log_probs: Tensor, old: Tensor, advantages: Tensor, **columns: Any) -> LossView:
-    """Tokens of one segment of one row, unless `columns` say otherwise; the sampler's log-probs are the old ones, the ratio is per token."""
+    """Tokens of one segment of one row, unless `columns` say otherwise; the sampler's log-probs are the old ones, the
+    ratio is per token."""
     zeros = torch.zeros(len(log_probs), dtype=torch.int64)
-    extras: dict[str, Any] = {name: columns.pop(name) for name in ("scores", "trajectory_advantages") if name in columns}
-    base: dict[str, Any] = {"sample": zeros, "turn": zeros, "trajectory": zeros, "infer_log_probs": old, "coef": torch.ones_like(old)}
+    extras: dict[str, Any] = {
+        name: columns.pop(name) for name in ("scores", "trajectory_advantages") if name in columns
+    }
+    base: dict[str, Any] = {
+        "sample": zeros,
+        "turn": zeros,
+        "trajectory": zeros,
+        "infer_log_probs": old,
+        "coef": torch.ones_like(old),
+    }
     ratio = (log_probs - old).clamp(-20, 20)
     everything = base | columns
-    return LossView(log_probs=log_probs, old_log_probs=old, advantages=advantages, log_ratio=ratio, extras=extras, **everything)
+    return LossView(
+        log_probs=log_probs, old_log_probs=old, advantages=advantages, log_ratio=ratio, extras=extras, **everything
+    )
 
 
 def build(name: str, **given: Any) -> Any:
@@ -61,7 +72,9 @@ def one(name: str, p: float, q: float, advantage: float, **given: Any) -> tuple[
         ("topr", {"topr_weight_neg": 0.5}, -1.8059592 / 2, 0.75, 1.0),
     ],
 )
-def test_the_reference_token(name: str, given: dict[str, Any], loss: float, gradient: float, clipped: float | None) -> None:
+def test_the_reference_token(
+    name: str, given: dict[str, Any], loss: float, gradient: float, clipped: float | None
+) -> None:
     """lp = ln .3, lp_old = ln .2, A = −1.5: the ratio is 1.5, and constant in every one of these."""
     got = one(name, 0.3, 0.2, -1.5, **given)
     assert got[:2] == (pytest.approx(loss, abs=1e-6), pytest.approx(gradient, abs=1e-9))
@@ -78,7 +91,9 @@ def test_a_lower_bound_lifts_small_ratios() -> None:
 def test_topr_leaves_positive_trajectories_unweighted_and_truncates_the_ratio_of_negative_ones() -> None:
     log_probs = double(*[math.log(0.4)] * 4).requires_grad_()
     old = double(*[math.log(p) for p in (0.1, 0.1, 0.8, 0.8)])
-    tokens = view(log_probs, old, double(1, -1, 1, -1), trajectory_advantages=double(0, 0, -0.5, -0.5), scores=double(0, 0, 1, 1))
+    tokens = view(
+        log_probs, old, double(1, -1, 1, -1), trajectory_advantages=double(0, 0, -0.5, -0.5), scores=double(0, 0, 1, 1)
+    )
     loss, metrics = build("topr", topr_weight_pos=2.0, topr_weight_neg=3.0).loss(tokens)
     (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
     assert gradient.tolist() == pytest.approx([-2.0, 2.0, -1.5, 1.5])  # a mean of exactly 0 is positive
@@ -86,7 +101,9 @@ def test_topr_leaves_positive_trajectories_unweighted_and_truncates_the_ratio_of
     assert metrics["clip_frac"].tolist() == [0, 0, 0, 0]
     loss, metrics = build("topr", topr_sign="score").loss(tokens)
     (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
-    assert gradient.tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0])  # a score of exactly 0 is negative; its ratio 4 is cut to 1
+    assert gradient.tolist() == pytest.approx(
+        [-1.0, 1.0, -1.0, 1.0]
+    )  # a score of exactly 0 is negative; its ratio 4 is cut to 1
     assert metrics["clip_frac"].tolist() == [1, 1, 0, 0]
 
 
@@ -115,19 +132,30 @@ def test_gspo_level_sample_takes_the_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("advantage", "loss", "open_tokens", "clipped"), [(1.0, -1.0, [0, 1, 1], [1, 0, 0]), (-1.0, 1.1051709, [1, 0, 1], [0, 1, 0])]
+    ("advantage", "loss", "open_tokens", "clipped"),
+    [(1.0, -1.0, [0, 1, 1], [1, 0, 0]), (-1.0, 1.1051709, [1, 0, 1], [0, 1, 0])],
 )
-def test_gmpo_is_the_geometric_mean_of_bounded_ratios(advantage: float, loss: float, open_tokens: list[int], clipped: list[float]) -> None:
+def test_gmpo_is_the_geometric_mean_of_bounded_ratios(
+    advantage: float, loss: float, open_tokens: list[int], clipped: list[float]
+) -> None:
     log_probs = double(0.6, -0.5, 0.1).requires_grad_()
     got, metrics = build("gmpo").loss(view(log_probs, double(0, 0, 0), double(*[advantage] * 3)))
     assert got.tolist() == pytest.approx([loss] * 3, abs=1e-6)
-    (gradient,) = torch.autograd.grad(got.sum(), log_probs)  # three tokens carry the loss, a third of each runs through every open one
+    (gradient,) = torch.autograd.grad(
+        got.sum(), log_probs
+    )  # three tokens carry the loss, a third of each runs through every open one
     assert gradient.tolist() == pytest.approx([loss * x for x in open_tokens], abs=1e-6)
     assert metrics["clip_frac"].tolist() == clipped
 
 
 def test_gmpo_takes_the_mean_advantage_of_each_turn() -> None:
-    tokens = view(double(0.2, 0.2, 0.3), double(0, 0, 0), double(2, 4, -1), turn=torch.tensor([0, 0, 1]), trajectory=torch.tensor([0, 0, 0]))
+    tokens = view(
+        double(0.2, 0.2, 0.3),
+        double(0, 0, 0),
+        double(2, 4, -1),
+        turn=torch.tensor([0, 0, 1]),
+        trajectory=torch.tensor([0, 0, 0]),
+    )
     loss, _ = build("gmpo").loss(tokens)
     assert loss.tolist() == pytest.approx([-3 * math.exp(0.2)] * 2 + [math.exp(0.3)])
 
@@ -152,7 +180,9 @@ def test_sapo_values_and_its_gradient_at_ratio_one() -> None:
         ("binary_tv", 0.01, -1.0, 0.05),  # |p − q| = .19
     ],
 )
-def test_dppo_masks_what_left_the_trust_region_with_the_advantage(mask: str, p: float, advantage: float, loss: float) -> None:
+def test_dppo_masks_what_left_the_trust_region_with_the_advantage(
+    mask: str, p: float, advantage: float, loss: float
+) -> None:
     got = one("dppo", p, 0.2, advantage, dppo_mask=mask)
     assert got[:2] == (pytest.approx(loss, abs=1e-9), pytest.approx(loss, abs=1e-9))  # d(p/q)/d lp = p/q
     assert got[2] == {"clip_frac": float(loss == 0)}
@@ -196,20 +226,31 @@ def test_the_order_and_the_cutting_of_rows_change_no_tokens_loss_or_gradient(nam
 
     row = torch.repeat_interleave(torch.arange(len(segments)), torch.tensor(segments))
     log_probs, old, advantages, trajectory_advantages = -drawn().abs() - 0.01, -drawn().abs() - 0.01, drawn(), drawn()
-    places = {"sample": row, "turn": row + 3, "trajectory": row // 2, "trajectory_advantages": trajectory_advantages[row // 2]}
+    places = {
+        "sample": row,
+        "turn": row + 3,
+        "trajectory": row // 2,
+        "trajectory_advantages": trajectory_advantages[row // 2],
+    }
     order = torch.tensor(data.draw(st.permutations(range(len(segments)))))
     cut = data.draw(st.integers(0, len(segments)))
     loss = build(name)
 
     def result(chosen: Tensor) -> tuple[Tensor, Tensor]:
         lp = log_probs[chosen].requires_grad_()
-        per_token, _ = loss.loss(view(lp, old[chosen], advantages[chosen], **{key: x[chosen] for key, x in places.items()}))
+        per_token, _ = loss.loss(
+            view(lp, old[chosen], advantages[chosen], **{key: x[chosen] for key, x in places.items()})
+        )
         assert per_token.dtype == torch.float64
         return per_token.detach(), torch.autograd.grad(per_token.sum(), lp)[0] if len(chosen) else torch.zeros(0)
 
     whole, slope = result(torch.arange(count))
     for part in (order[:cut], order[cut:]):
-        chosen = torch.cat([(row == r).nonzero().squeeze(-1) for r in part]) if len(part) else torch.zeros(0, dtype=torch.int64)
+        chosen = (
+            torch.cat([(row == r).nonzero().squeeze(-1) for r in part])
+            if len(part)
+            else torch.zeros(0, dtype=torch.int64)
+        )
         if not len(chosen):
             continue
         torch.testing.assert_close(result(chosen)[0], whole[chosen], rtol=1e-12, atol=1e-12)
@@ -220,7 +261,11 @@ def test_the_order_and_the_cutting_of_rows_change_no_tokens_loss_or_gradient(nam
 @settings(max_examples=50)
 @given(
     tokens=st.lists(
-        st.tuples(st.floats(-80, 0, width=32), st.floats(-80, 0, width=32), st.sampled_from([-1e4, -1.0, -1e-8, 0.0, 1e-8, 1.0, 1e4])),
+        st.tuples(
+            st.floats(-80, 0, width=32),
+            st.floats(-80, 0, width=32),
+            st.sampled_from([-1e4, -1.0, -1e-8, 0.0, 1e-8, 1.0, 1e4]),
+        ),
         min_size=1,
         max_size=6,
     ),

@@ -15,7 +15,10 @@ def make(folder: Path) -> ChartLogger:
 def test_a_picture_is_written_with_the_named_metrics_only(tmp_path: Path) -> None:
     logger = make(tmp_path)
     for step in range(5):
-        logger.scalars(step, {"critic/score/mean": step / 4, "env/Lake/success": 0.5, "time/step": 1.0, "policy/entropy": float("nan")})
+        logger.scalars(
+            step,
+            {"critic/score/mean": step / 4, "env/Lake/success": 0.5, "time/step": 1.0, "policy/entropy": float("nan")},
+        )
     logger.close()
     logger.close()
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -31,7 +34,9 @@ def test_resume_keeps_earlier_points_and_drops_later_ones(tmp_path: Path) -> Non
     second.resume(3)
     second.scalars(3, {"policy/entropy": 0.0})
     second.close()
-    assert json.loads((tmp_path / "curves.json").read_text()) == {"policy/entropy": [[0, 1.0], [1, 0.9], [2, 0.8], [3, 0.0]]}
+    assert json.loads((tmp_path / "curves.json").read_text()) == {
+        "policy/entropy": [[0, 1.0], [1, 0.9], [2, 0.8], [3, 0.0]]
+    }
 
 
 def test_a_new_run_in_an_old_folder_starts_without_the_old_points(tmp_path: Path) -> None:

@@ -25,7 +25,12 @@ def printed(console: Console) -> str:
 
 
 def test_step_line_shows_the_keys_in_their_order_and_leaves_out_the_rest() -> None:
-    metrics = {"policy/loss": -0.01234567, "critic/score/mean": 0.5, "tokens/prompt_length/max": 91.0, "time/step": 3.21}
+    metrics = {
+        "policy/loss": -0.01234567,
+        "critic/score/mean": 0.5,
+        "tokens/prompt_length/max": 91.0,
+        "time/step": 3.21,
+    }
     assert step_line(metrics, DEFAULT_KEYS).split() == ["score", "0.5", "loss", "-0.01235", "time", "3.2s"]
 
 
@@ -36,7 +41,9 @@ def test_a_star_stands_for_a_tag_that_is_named_only_when_there_are_several() -> 
 
 
 def test_a_metric_is_shown_once_though_two_keys_match_it() -> None:
-    assert [item.label for item in select({"env/a/success": 1.0}, ["env/a/success", "env/*/success"])] == ["env/a/success"]
+    assert [item.label for item in select({"env/a/success": 1.0}, ["env/a/success", "env/*/success"])] == [
+        "env/a/success"
+    ]
 
 
 def test_names_are_matched_literally_apart_from_the_star() -> None:
@@ -44,15 +51,30 @@ def test_names_are_matched_literally_apart_from_the_star() -> None:
 
 
 def test_evaluation_has_one_line_per_tag() -> None:
-    lines = evaluation_lines({"val/Lake/success": 0.5, "val/Room/success": 0.25, "val/Lake/score/mean": 0.75}, ["val/*/success", "val/*/score/mean"])
-    assert [line.split() for line in lines] == [["Lake", "success", "0.5", "score", "0.75"], ["Room", "success", "0.25"]]
+    lines = evaluation_lines(
+        {"val/Lake/success": 0.5, "val/Room/success": 0.25, "val/Lake/score/mean": 0.75},
+        ["val/*/success", "val/*/score/mean"],
+    )
+    assert [line.split() for line in lines] == [
+        ["Lake", "success", "0.5", "score", "0.75"],
+        ["Room", "success", "0.25"],
+    ]
 
 
 def test_without_a_terminal_every_step_is_one_unwrapped_line() -> None:
     console = plain_console()
     logger = ConsoleLogger(ConsoleConfig(), LoggerContext(Path(), max_steps=10), console)
     metrics = dict.fromkeys(
-        ("critic/score/mean", "policy/loss", "policy/entropy", "policy/approx_kl", "policy/kl", "policy/learning_rate", "time/step"), 0.123456
+        (
+            "critic/score/mean",
+            "policy/loss",
+            "policy/entropy",
+            "policy/approx_kl",
+            "policy/kl",
+            "policy/learning_rate",
+            "time/step",
+        ),
+        0.123456,
     )
     logger.scalars(3, metrics)
     logger.scalars(4, {"val/Lake/success": 0.5})

@@ -44,7 +44,9 @@ def played(group: int = 0) -> Trajectory:
         images=(0,),
         metrics={"invalid": 0.0},
     )
-    return Trajectory("Lake", group, 1, 77, (turn,), "terminated", success=True, images=(image,), final_observation="done")
+    return Trajectory(
+        "Lake", group, 1, 77, (turn,), "terminated", success=True, images=(image,), final_observation="done"
+    )
 
 
 def test_metrics_are_one_line_a_step_with_null_for_nan_and_infinity(tmp_path: Path) -> None:
@@ -52,7 +54,10 @@ def test_metrics_are_one_line_a_step_with_null_for_nan_and_infinity(tmp_path: Pa
     logger.scalars(0, {"policy/loss": math.nan, "a/b": np.float64(0.5), "c": math.inf})
     logger.scalars(1, {"new/name": 3})
     logger.close()
-    assert read(tmp_path / "metrics.jsonl") == [{"step": 0, "policy/loss": None, "a/b": 0.5, "c": None}, {"step": 1, "new/name": 3}]
+    assert read(tmp_path / "metrics.jsonl") == [
+        {"step": 0, "policy/loss": None, "a/b": 0.5, "c": None},
+        {"step": 1, "new/name": 3},
+    ]
 
 
 def test_a_step_can_be_read_before_the_file_is_closed(tmp_path: Path) -> None:
@@ -86,7 +91,10 @@ def test_trajectory_record_holds_every_token_and_images_as_shapes(tmp_path: Path
     assert turn == {
         "text": "up!",
         "action": "up",
-        "observation": [{"type": "text", "text": "Zwölf 🧊"}, {"type": "image", "image": {"shape": [4, 6, 3], "dtype": "uint8"}}],
+        "observation": [
+            {"type": "text", "text": "Zwölf 🧊"},
+            {"type": "image", "image": {"shape": [4, 6, 3], "dtype": "uint8"}},
+        ],
         "reward": 0.5,
         "finish": "stop",
         "prompt_ids": [5, 6],
@@ -113,7 +121,11 @@ def test_text_that_is_not_unicode_is_written_as_its_escape(tmp_path: Path) -> No
 
 
 def test_plain_turns_numpy_and_unknown_objects_into_json() -> None:
-    assert plain({1: np.bool_(True), "x": (np.int64(3), np.array([1.0, np.nan])), "o": {2}}) == {"1": True, "x": [3, [1.0, None]], "o": "{2}"}
+    assert plain({1: np.bool_(True), "x": (np.int64(3), np.array([1.0, np.nan])), "o": {2}}) == {
+        "1": True,
+        "x": [3, [1.0, None]],
+        "o": "{2}",
+    }
 
 
 def test_every_thins_training_but_never_evaluation(tmp_path: Path) -> None:
@@ -154,7 +166,10 @@ def test_resume_drops_the_step_and_later_and_a_cut_line_and_touches_no_other_fil
     again.scalars(10, {"a": -1.0})
     again.close()
 
-    assert [(r["step"], r["a"]) for r in read(tmp_path / "metrics.jsonl")] == [*((s, float(s)) for s in range(10)), (10, -1.0)]
+    assert [(r["step"], r["a"]) for r in read(tmp_path / "metrics.jsonl")] == [
+        *((s, float(s)) for s in range(10)),
+        (10, -1.0),
+    ]
     assert [r["step"] for r in read(tmp_path / "trajectories/train.jsonl")] == [s for s in range(10) for _ in range(2)]
     assert (tmp_path / "other.jsonl").read_text(encoding="utf-8") == '{"step": 50}\n'
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "other.jsonl", "trajectories"]

@@ -1,4 +1,5 @@
-"""The batch-adjust policies: sizes, weights, nothing invented, determinism, and the learning-rate budget of a real run."""
+"""The batch-adjust policies: sizes, weights, nothing invented, determinism, and the learning-rate budget of a real
+run."""
 
 from __future__ import annotations
 
@@ -100,7 +101,10 @@ def test_plans_invent_nothing_are_deterministic_and_keep_their_promise(name: str
 
 @given(n=st.integers(1, 60), unit=st.integers(1, 24), seed=st.integers(0, 2**40))
 def test_copy_and_none_lose_no_row_and_delete_loses_only_the_remainder(n: int, unit: int, seed: int) -> None:
-    counts = {name: np.bincount(flat(build(name, unit).plan(rows_input(n, seed)))[0], minlength=n) for name in ("copy", "none", "delete")}
+    counts = {
+        name: np.bincount(flat(build(name, unit).plan(rows_input(n, seed)))[0], minlength=n)
+        for name in ("copy", "none", "delete")
+    }
     assert counts["copy"].min() >= 1
     assert counts["copy"].sum() == math.ceil(n / unit) * unit
     assert counts["copy"].max() - counts["copy"].min() <= 1
@@ -111,8 +115,12 @@ def test_copy_and_none_lose_no_row_and_delete_loses_only_the_remainder(n: int, u
 
 
 def test_copied_and_dropped_rows_are_random_and_depend_on_the_seed() -> None:
-    copied = {tuple(np.flatnonzero(np.bincount(flat(build("copy", 8).plan(rows_input(15, s)))[0]) > 1)) for s in range(40)}
-    dropped = {tuple(set(range(17)) - set(flat(build("delete", 8).plan(rows_input(17, s)))[0].tolist())) for s in range(60)}
+    copied = {
+        tuple(np.flatnonzero(np.bincount(flat(build("copy", 8).plan(rows_input(15, s)))[0]) > 1)) for s in range(40)
+    }
+    dropped = {
+        tuple(set(range(17)) - set(flat(build("delete", 8).plan(rows_input(17, s)))[0].tolist())) for s in range(60)
+    }
     assert len(copied) > 8
     assert len(dropped) > 8
 
@@ -128,7 +136,9 @@ def test_without_any_row_there_is_no_update(name: str) -> None:
     parts=st.sampled_from([1, 2, 4, 8]),
     random=st.randoms(use_true_random=False),
 )
-def test_by_trajectory_deals_whole_trajectories_into_equal_parts(turns: list[int], seed: int, parts: int, random: Any) -> None:
+def test_by_trajectory_deals_whole_trajectories_into_equal_parts(
+    turns: list[int], seed: int, parts: int, random: Any
+) -> None:
     owner = [i for i, n in enumerate(turns) for _ in range(n)]
     random.shuffle(owner)
     trajectory = np.array(owner, np.int64)
@@ -151,17 +161,23 @@ def test_by_trajectory_deals_whole_trajectories_into_equal_parts(turns: list[int
 def test_by_trajectory_counts_trajectories_without_rows_as_dealt() -> None:
     plans = [build("by_trajectory", 2, 4).plan(AdjustInput(np.array([0, 0, 1]), 4, seed)) for seed in range(40)]
     assert {len(plan) for plan in plans} == {2}
-    assert [0, 3] in [sorted(sizes(plan)) for plan in plans]  # the two that have no rows may meet in one update, which is then empty
+    assert [0, 3] in [
+        sorted(sizes(plan)) for plan in plans
+    ]  # the two that have no rows may meet in one update, which is then empty
     assert [1, 2] in [sorted(sizes(plan)) for plan in plans]
 
 
 def test_by_trajectory_deals_anew_under_another_seed() -> None:
-    firsts = {tuple(sorted(build("by_trajectory", 4, 8).plan(rows_input(8, seed))[0].rows.tolist())) for seed in range(30)}
+    firsts = {
+        tuple(sorted(build("by_trajectory", 4, 8).plan(rows_input(8, seed))[0].rows.tolist())) for seed in range(30)
+    }
     assert len(firsts) > 10
 
 
 def test_by_trajectory_needs_a_unit_that_divides_the_rollout_batch() -> None:
-    with pytest.raises(ConfigError, match=r"rollout_batch_size 64 is not a multiple of the effective batch U = .* = 48"):
+    with pytest.raises(
+        ConfigError, match=r"rollout_batch_size 64 is not a multiple of the effective batch U = .* = 48"
+    ):
         build("by_trajectory", 48)
     with pytest.raises(ConfigError, match="64 is not a multiple"):
         build("by_trajectory", 128)
@@ -174,7 +190,8 @@ def test_a_unit_of_zero_is_refused(name: str) -> None:
 
 
 def regression_rows() -> list[int]:
-    """Rows of each of 200 pipeline steps, one per turn, of a run whose rollout batch and U were 16; a remainder is copied full."""
+    """Rows of each of 200 pipeline steps, one per turn, of a run whose rollout batch and U were 16; a remainder is
+    copied full."""
     updates = {p: 2 for span in (range(22, 32), range(65, 70), range(109, 116), range(124, 156)) for p in span}
     updates |= {2: 15, 21: 20, 64: 11, 108: 12, 123: 6}
     return [16 * updates.get(p, 1) - (p % 5) for p in range(200)]
@@ -210,7 +227,11 @@ class Split:
 def checked(steps: int, *, batch: int = 16, devices: int = 0, critic: int | None = None) -> list[Problem]:
     def role(size: int) -> Role:
         args = TrainingArgs(per_device_train_batch_size=size, gradient_accumulation_steps=steps)
-        return Role(training_args=args, device_mapping=tuple(range(devices)), strategy_args=Choice("split", {}, Split() if devices else None))
+        return Role(
+            training_args=args,
+            device_mapping=tuple(range(devices)),
+            strategy_args=Choice("split", {}, Split() if devices else None),
+        )
 
     config = RunConfig(
         max_steps=1,
@@ -228,9 +249,10 @@ def test_by_trajectory_says_before_a_run_which_accumulation_divides_the_batch() 
     assert checked(4) == []
     (problem,) = checked(3)
     assert problem.path == "$.actor_train.training_args.gradient_accumulation_steps"
-    assert problem.text == (
-        "U = per_device_train_batch_size 2 × gradient_accumulation_steps 3 × data-parallel size 1 = 6 does not divide rollout_batch_size 16. "
-        "Fix: gradient_accumulation_steps: 2"
+    assert (
+        problem.text
+        == "U = per_device_train_batch_size 2 × gradient_accumulation_steps 3 × data-parallel size 1 = 6 does not"
+        " divide rollout_batch_size 16. Fix: gradient_accumulation_steps: 2"
     )
     assert "gradient_accumulation_steps 3 × data-parallel size 2 = 12 does not divide" in checked(3, devices=4)[0].text
     assert checked(4, devices=4) == []

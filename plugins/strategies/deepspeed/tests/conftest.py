@@ -33,7 +33,8 @@ def folder(folders: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def plain(folders: dict[str, Path]) -> Callable[..., tuple[list[Any], dict[str, torch.Tensor]]]:
-    """The reports and the weights of the five updates under the strategy `torch` in one process, computed once per set of options."""
+    """The reports and the weights of the five updates under the strategy `torch` in one process, computed once per set
+    of options."""
     known: dict[str, Any] = {}
 
     def compute(model: str = "tied", **changes: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:

@@ -58,7 +58,8 @@ def context(folder: Path, **changes: Any) -> TrainContext:
 
 
 def make_rows(seed: int, samples: int) -> Rows:
-    """Samples of 6 to 20 tokens, of which those from a third to three quarters in are sampled, in two turns; every column of an update."""
+    """Samples of 6 to 20 tokens, of which those from a third to three quarters in are sampled, in two turns; every
+    column of an update."""
     rng = np.random.default_rng(seed)
     masks = [np.zeros(int(n), bool) for n in rng.integers(6, 21, samples)]
     for mask in masks:
@@ -90,7 +91,9 @@ def make_rows(seed: int, samples: int) -> Rows:
 
 def five_updates() -> list[Update]:
     """Five updates of different sizes and rates."""
-    return [Update(make_rows(i, n), lr=1e-3 * (i + 1) / 5, entropy_coef=0.01, kl_coef=0.1) for i, n in enumerate(COUNTS)]
+    return [
+        Update(make_rows(i, n), lr=1e-3 * (i + 1) / 5, entropy_coef=0.01, kl_coef=0.1) for i, n in enumerate(COUNTS)
+    ]
 
 
 def run_updates(strategy: Any, updates: Sequence[Update] = ()) -> list[Any]:
@@ -116,14 +119,18 @@ def run_cases(cases: dict[str, Any], folder: Path, size: int = 2) -> list[Any]:
     address = f"127.0.0.1:{free_port()}"
     compiled = {"TORCH_EXTENSIONS_DIR": str(folder / "compiled")}
     codes, said = run_ranks(
-        lambda rank: [sys.executable, str(WORKER), str(folder), str(rank), str(size), address], size, folder, environment=compiled
+        lambda rank: [sys.executable, str(WORKER), str(folder), str(rank), str(size), address],
+        size,
+        folder,
+        environment=compiled,
     )
     assert codes == [0] * size, said
     return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(size)]
 
 
 def make_picture_rows(folder: Path, pictures: Sequence[bool], seed: int = 0) -> Rows:
-    """A sample of seven sampled tokens for each of `pictures`, after a picture where it is true; longer ones come first in an update."""
+    """A sample of seven sampled tokens for each of `pictures`, after a picture where it is true; longer ones come first
+    in an update."""
     from turnwise_torch.vision import Vision
 
     rng, vision = np.random.default_rng(seed), Vision(folder)
@@ -135,7 +142,12 @@ def make_picture_rows(folder: Path, pictures: Sequence[bool], seed: int = 0) -> 
         ids.append([1, *run, *rng.integers(0, 40, 7).tolist()])
     n, owner = 7 * len(ids), np.repeat(np.arange(len(ids)), 7)
     columns = dict.fromkeys(("sample", "turn", "trajectory"), owner)
-    columns |= {"coef": np.full(n, 1 / n), "weight": np.ones(n), "advantages": rng.normal(size=n), "old_log_probs": np.full(n, np.nan)}
+    columns |= {
+        "coef": np.full(n, 1 / n),
+        "weight": np.ones(n),
+        "advantages": rng.normal(size=n),
+        "old_log_probs": np.full(n, np.nan),
+    }
     mask = np.concatenate([[False] * (len(sample) - 7) + [True] * 7 for sample in ids])
     offsets = np.concatenate([[0], np.cumsum([len(sample) for sample in ids])]).astype(np.int64)
     return Rows(np.concatenate(ids).astype(np.int32), offsets, mask, columns, tuple(images))

@@ -31,7 +31,8 @@ from turnwise_torch.stream import receive
 
 
 class OneGroup(base.ProcessGroup):
-    """The group of this process, joined once and kept: a rank of a run has one role, this one has many after another."""
+    """The group of this process, joined once and kept: a rank of a run has one role, this one has many after
+    another."""
 
     joined = False
 
@@ -56,7 +57,9 @@ def received(strategy: DeepspeedStrategy, transport: str = "shared_memory") -> d
     got: dict[str, torch.Tensor] = {}
     offer = strategy.offer(transport, 3)
     if transport == "safetensors":
-        return load_file(Path(offer.payload["folder"]) / lora.ADAPTER_WEIGHTS) if strategy.context.ranks.rank == 0 else {}
+        return (
+            load_file(Path(offer.payload["folder"]) / lora.ADAPTER_WEIGHTS) if strategy.context.ranks.rank == 0 else {}
+        )
     stream = receive if transport == "shared_memory" else Member(torch.device("cpu")).receive
 
     def read() -> None:
@@ -104,7 +107,10 @@ def case(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         if job.get("received"):
             out["received"] = received(strategy)
         if job.get("alone"):
-            out["alone"] = {transport: received(strategy, transport) for transport in strategy.transports(strategy.config, strategy.context)}
+            out["alone"] = {
+                transport: received(strategy, transport)
+                for transport in strategy.transports(strategy.config, strategy.context)
+            }
             out["adapter"] = strategy.offer("safetensors", 4).adapter
         if "export" in job:
             strategy.export(job["export"])

@@ -28,7 +28,12 @@ def test_each_stage_shards_one_thing_more(stage: int, weights: int, gradients: i
 
 
 def test_a_reference_holds_weights_alone() -> None:
-    assert DeepspeedConfig(stage=3).memory({**FACTS, "trainable": False}) == {"weights": 250, "gradients": 0, "optimizer": 0, "cpu": 0}
+    assert DeepspeedConfig(stage=3).memory({**FACTS, "trainable": False}) == {
+        "weights": 250,
+        "gradients": 0,
+        "optimizer": 0,
+        "cpu": 0,
+    }
 
 
 def test_what_is_offloaded_is_main_memory() -> None:
@@ -88,25 +93,52 @@ def config_of(options: dict[str, Any]) -> DeepspeedConfig:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"train_batch_size": 64}, ".train_batch_size: set by the run. Fix: leave it out, and set rollout_batch_size and "),
-        ({"gradient_accumulation_steps": 4}, ".gradient_accumulation_steps: set by the run. Fix: leave it out, and set training_args."),
-        ({"optimizer": {"type": "AdamW"}}, ".optimizer: set by the run. Fix: leave it out, and set training_args.learning_rate"),
-        ({"scheduler": {"type": "WarmupLR"}}, ".scheduler: set by the run. Fix: leave it out, and set training_args.lr_scheduler_type"),
+        (
+            {"train_batch_size": 64},
+            ".train_batch_size: set by the run. Fix: leave it out, and set rollout_batch_size and ",
+        ),
+        (
+            {"gradient_accumulation_steps": 4},
+            ".gradient_accumulation_steps: set by the run. Fix: leave it out, and set training_args.",
+        ),
+        (
+            {"optimizer": {"type": "AdamW"}},
+            ".optimizer: set by the run. Fix: leave it out, and set training_args.learning_rate",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            ".scheduler: set by the run. Fix: leave it out, and set training_args.lr_scheduler_type",
+        ),
         ({"bf16": {"enabled": True}}, ".bf16: set by the run. Fix: leave it out, and set model_args.dtype"),
-        ({"engine_args": {"zero_optimization": {"stage": 3}}}, ".engine_args.zero_optimization: has a key of its own. Fix: zero_optimization beside"),
-        ({"managed_gradient_accumulation": True}, ".managed_gradient_accumulation: always false here, got true. Fix: leave it out"),
+        (
+            {"engine_args": {"zero_optimization": {"stage": 3}}},
+            ".engine_args.zero_optimization: has a key of its own. Fix: zero_optimization beside",
+        ),
+        (
+            {"managed_gradient_accumulation": True},
+            ".managed_gradient_accumulation: always false here, got true. Fix: leave it out",
+        ),
         ({"tensor_parallel": {"autotp_size": 2}}, ".tensor_parallel: this strategy shards by ZeRO alone. Fix: "),
-        ({"stage": 2, "zero_optimization": {"offload_param": {"device": "cpu"}}}, ".zero_optimization.offload_param: only stage 3 offloads weights"),
+        (
+            {"stage": 2, "zero_optimization": {"offload_param": {"device": "cpu"}}},
+            ".zero_optimization.offload_param: only stage 3 offloads weights",
+        ),
         (
             {"stage": 0, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
             ".zero_optimization.offload_optimizer: stage 0 has no sharded optimizer",
         ),
-        ({"stage": 1, "zero_optimization": {"overlap_comm": True}}, ".zero_optimization.overlap_comm: not at stage 1, where the number"),
+        (
+            {"stage": 1, "zero_optimization": {"overlap_comm": True}},
+            ".zero_optimization.overlap_comm: not at stage 1, where the number",
+        ),
         (
             {"stage": 2, "zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
             ".zero_optimization.zenflow: it steps with gradients of earlier updates",
         ),
-        ({"stage": 2, "zero_force_ds_cpu_optimizer": True}, ".zero_force_ds_cpu_optimizer: DeepSpeedCPUAdam steps an optimizer that is offloaded. "),
+        (
+            {"stage": 2, "zero_force_ds_cpu_optimizer": True},
+            ".zero_force_ds_cpu_optimizer: DeepSpeedCPUAdam steps an optimizer that is offloaded. ",
+        ),
     ],
 )
 def test_what_is_the_run_s_to_set_is_refused_in_one_line(options: dict[str, Any], line: str) -> None:
@@ -116,9 +148,17 @@ def test_what_is_the_run_s_to_set_is_refused_in_one_line(options: dict[str, Any]
 
 
 def test_the_field_s_configurations_leave_to_the_run_what_they_call_auto() -> None:
-    zero = {"stage": 3, "overlap_comm": True, "reduce_bucket_size": "auto", "offload_param": None, "stage3_param_persistence_threshold": "auto"}
+    zero = {
+        "stage": 3,
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+        "offload_param": None,
+        "stage3_param_persistence_threshold": "auto",
+    }
     left = {"train_batch_size": "auto", "gradient_clipping": "auto", "zero_allow_untested_optimizer": True}
-    config = config_of({"zero_optimization": zero, **left, "fp16": {"enabled": "auto", "loss_scale": 0}, "bf16": {"enabled": "auto"}})
+    config = config_of(
+        {"zero_optimization": zero, **left, "fp16": {"enabled": "auto", "loss_scale": 0}, "bf16": {"enabled": "auto"}}
+    )
     assert problems(config, CONTEXT) == []
     made = engine_config(config, CONTEXT)
     assert made["zero_optimization"] == {"stage": 3, "overlap_comm": True}
@@ -148,13 +188,19 @@ def test_an_optimizer_that_cannot_be_is_refused(options: dict[str, Any]) -> None
         ({"beta": [0.9, 0.95]}, ": DeepSpeed has no option 'beta'. Did you mean 'betas'?"),
         (
             {"stage": 3, "zero_optimization": {"stage3_param_persistence_treshold": 1}},
-            ".zero_optimization: DeepSpeed has no option 'stage3_param_persistence_treshold'. Did you mean 'stage3_param_persistence_threshold'?",
+            (
+                ".zero_optimization: DeepSpeed has no option 'stage3_param_persistence_treshold'. Did you mean"
+                " 'stage3_param_persistence_threshold'?"
+            ),
         ),
         (
             {"stage": 3, "zero_optimization": {"offload_param": {"device": "cpu", "pin_memry": True}}},
             ".zero_optimization.offload_param: DeepSpeed has no option 'pin_memry'. Did you mean 'pin_memory'?",
         ),
-        ({"stage": 3, "zero_optimization": {"sub_group_size": "large"}}, ".zero_optimization.sub_group_size: Input should be a valid integer"),
+        (
+            {"stage": 3, "zero_optimization": {"sub_group_size": "large"}},
+            ".zero_optimization.sub_group_size: Input should be a valid integer",
+        ),
         ({"amp": {"enabled": True}}, ": DeepSpeed refuses it: NVIDIA Apex AMP integration has been removed."),
         ({"communication_data_type": "fp8"}, ": DeepSpeed refuses it: Invalid communication_data_type."),
     ],
@@ -169,8 +215,18 @@ def test_names_and_values_are_compared_with_deepspeed_s_own(options: dict[str, A
 @pytest.mark.engines
 def test_what_deepspeed_knows_passes() -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is not installed (pip install 'turnwise-deepspeed[deepspeed]')")
-    known = {"steps_per_print": 5, "wall_clock_breakdown": False, "communication_data_type": "fp32", "prescale_gradients": False}
-    zero = {"reduce_bucket_size": 1000, "contiguous_gradients": True, "stage3_prefetch_bucket_size": 10, "sub_group_size": 1000000}
+    known = {
+        "steps_per_print": 5,
+        "wall_clock_breakdown": False,
+        "communication_data_type": "fp32",
+        "prescale_gradients": False,
+    }
+    zero = {
+        "reduce_bucket_size": 1000,
+        "contiguous_gradients": True,
+        "stage3_prefetch_bucket_size": 10,
+        "sub_group_size": 1000000,
+    }
     assert problems(config_of({"stage": 3, "zero_optimization": zero, **known}), CONTEXT) == []
     for options in train_strategies()[0].presets.values():
         assert problems(config_of(options), CONTEXT) == []

@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from deepspeed_cases import COUNTS, FORMS, context, five_updates, furthest, make_picture_rows, make_rows, run_cases, run_updates, weights_of, zero
+from deepspeed_cases import (
+    COUNTS,
+    FORMS,
+    context,
+    five_updates,
+    furthest,
+    make_picture_rows,
+    make_rows,
+    run_cases,
+    run_updates,
+    weights_of,
+    zero,
+)
 from transformers import AutoModelForCausalLM
 
 from turnwise.contracts.train import Lora, LossChoice, Objective
@@ -41,8 +53,18 @@ def aggregated(mode: str) -> Update:
     rows = make_rows(7, 9)
     columns = rows.columns
     _, first, counts = np.unique(columns["sample"], return_index=True, return_counts=True)
-    per_row = token_coefficients(mode, "trajectory", np.arange(len(rows)), columns["trajectory"][first], columns["weight"][first], counts, scale=30.0)
-    return Update(evolve(rows, columns={**columns, "coef": np.repeat(per_row, counts)}), lr=0.0, entropy_coef=0.01, kl_coef=0.1)
+    per_row = token_coefficients(
+        mode,
+        "trajectory",
+        np.arange(len(rows)),
+        columns["trajectory"][first],
+        columns["weight"][first],
+        counts,
+        scale=30.0,
+    )
+    return Update(
+        evolve(rows, columns={**columns, "coef": np.repeat(per_row, counts)}), lr=0.0, entropy_coef=0.01, kl_coef=0.1
+    )
 
 
 def objectives(name: str) -> dict[str, Objective]:
@@ -87,7 +109,9 @@ def pair(folders: dict[str, Path], pictures: Path, shared: Path) -> list[dict[st
             "updates": LATER,
             "save": shared / f"state-{name}",
         }
-    cases |= {f"form {name}": {"model": folder, "config": config, "updates": five_updates()} for name, config in FORMS.items()}
+    cases |= {
+        f"form {name}": {"model": folder, "config": config, "updates": five_updates()} for name, config in FORMS.items()
+    }
     for model in AT_STAGE_3:
         cases[f"whole {model}"] = {
             "model": folders[model],
@@ -112,11 +136,31 @@ def pair(folders: dict[str, Path], pictures: Path, shared: Path) -> list[dict[st
         "log_probs": make_rows(9, 3),
         "export": shared / "export-critic",
     }
-    cases["adapters"] = {"model": folder, "config": zero(3), "context": ADAPTERS, "updates": five_updates(), "export": shared / "export-adapters"}
-    cases["adapters alone"] = {"model": folder, "config": zero(3), "context": ALONE, "updates": five_updates()[:2], "alone": True}
+    cases["adapters"] = {
+        "model": folder,
+        "config": zero(3),
+        "context": ADAPTERS,
+        "updates": five_updates(),
+        "export": shared / "export-adapters",
+    }
+    cases["adapters alone"] = {
+        "model": folder,
+        "config": zero(3),
+        "context": ALONE,
+        "updates": five_updates()[:2],
+        "alone": True,
+    }
     shown = [Update(make_picture_rows(pictures, (True, False), i), lr=1e-3) for i in range(2)]
-    cases["pictures"] = {"model": pictures, "config": zero(3), "context": {"objective": Objective(LossChoice("vanilla"))}, "updates": shown}
-    cases |= {f"skipped {name}": {"model": folder, "config": FORMS[name], "updates": [five_updates()[0]] * 2, "broken": True} for name in FORMS}
+    cases["pictures"] = {
+        "model": pictures,
+        "config": zero(3),
+        "context": {"objective": Objective(LossChoice("vanilla"))},
+        "updates": shown,
+    }
+    cases |= {
+        f"skipped {name}": {"model": folder, "config": FORMS[name], "updates": [five_updates()[0]] * 2, "broken": True}
+        for name in FORMS
+    }
     cases |= {f"loss {name}": losses_case(folder, name) for name in LOSSES}
     return run_cases(cases, shared / "pair")
 
@@ -138,7 +182,9 @@ def same(reports: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_rank_makes_a_step_where_one_has_a_loss_that_is_not_finite(pair: list[dict[str, Any]], plain: Callable[..., Any], form: str) -> None:
+def test_no_rank_makes_a_step_where_one_has_a_loss_that_is_not_finite(
+    pair: list[dict[str, Any]], plain: Callable[..., Any], form: str
+) -> None:
     """The update after it is the first of plain torch."""
     for rank in pair:
         broken, sound = rank[f"skipped {form}"]["results"]
@@ -147,7 +193,9 @@ def test_no_rank_makes_a_step_where_one_has_a_loss_that_is_not_finite(pair: list
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_five_updates_of_two_ranks_are_those_of_plain_torch(pair: list[dict[str, Any]], plain: Callable[..., Any], form: str) -> None:
+def test_five_updates_of_two_ranks_are_those_of_plain_torch(
+    pair: list[dict[str, Any]], plain: Callable[..., Any], form: str
+) -> None:
     expected, weights = plain()
     assert min(r.grad_norm for r in expected) > 0.1, "nothing was clipped"
     same(results_of(pair, f"form {form}"), expected)
@@ -156,7 +204,9 @@ def test_five_updates_of_two_ranks_are_those_of_plain_torch(pair: list[dict[str,
 
 
 @pytest.mark.parametrize("model", AT_STAGE_3)
-def test_stage_3_holds_half_of_every_parameter_and_gathers_nothing_between_updates(pair: list[dict[str, Any]], model: str) -> None:
+def test_stage_3_holds_half_of_every_parameter_and_gathers_nothing_between_updates(
+    pair: list[dict[str, Any]], model: str
+) -> None:
     for rank in pair:
         told = rank[f"whole {model}"]
         assert all(held == -(-whole // 2) for held, whole in told["held"])
@@ -164,14 +214,18 @@ def test_stage_3_holds_half_of_every_parameter_and_gathers_nothing_between_updat
 
 
 @pytest.mark.parametrize("model", AT_STAGE_3)
-def test_the_head_is_gathered_tied_or_not_with_checkpointed_layers(pair: list[dict[str, Any]], plain: Callable[..., Any], model: str) -> None:
+def test_the_head_is_gathered_tied_or_not_with_checkpointed_layers(
+    pair: list[dict[str, Any]], plain: Callable[..., Any], model: str
+) -> None:
     expected, weights = plain(model, gradient_checkpointing=True, temperature=0.7)
     same(results_of(pair, f"whole {model}"), expected)
     assert furthest(pair[0][f"whole {model}"]["weights"], weights) <= 1e-5
 
 
 @pytest.mark.parametrize("model", AT_STAGE_3)
-def test_a_backend_receives_whole_tensors_under_every_name(pair: list[dict[str, Any]], model: str, shared: Path) -> None:
+def test_a_backend_receives_whole_tensors_under_every_name(
+    pair: list[dict[str, Any]], model: str, shared: Path
+) -> None:
     told = pair[0][f"whole {model}"]
     loaded = AutoModelForCausalLM.from_pretrained(shared / f"export-{model}", dtype=torch.float32).state_dict()
     assert "lm_head.weight" in told["received"]
@@ -209,7 +263,9 @@ def test_a_sharded_critic_is_the_one_of_plain_torch_and_is_exported_with_its_hea
     np.testing.assert_allclose(values, exported, rtol=0, atol=1e-5)
 
 
-def test_sharded_adapters_are_those_of_plain_torch(pair: list[dict[str, Any]], plain: Callable[..., Any], shared: Path) -> None:
+def test_sharded_adapters_are_those_of_plain_torch(
+    pair: list[dict[str, Any]], plain: Callable[..., Any], shared: Path
+) -> None:
     pytest.importorskip("peft", reason="peft is not installed (pip install 'turnwise-torch[lora]')")
     expected, weights = plain(**ADAPTERS)
     same(results_of(pair, "adapters"), expected)
@@ -247,14 +303,18 @@ def test_nothing_is_compiled_and_nothing_said(pair: list[dict[str, Any]], shared
         assert [line.rpartition(" ")[0] for line in lines] == list(pair[rank])
 
 
-def test_ranks_wait_for_each_other_as_long_as_the_configuration_says_in_deepspeed_s_groups_too(pair: list[dict[str, Any]]) -> None:
+def test_ranks_wait_for_each_other_as_long_as_the_configuration_says_in_deepspeed_s_groups_too(
+    pair: list[dict[str, Any]],
+) -> None:
     for rank in pair:
         assert all(set(told["waits"]) == {200.0} for told in rank.values())
         assert max(len(told["waits"]) for told in rank.values()) > 1
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_under_every_aggregation_is_the_same_objective(pair: list[dict[str, Any]], folder: Path, loss: str) -> None:
+def test_every_loss_under_every_aggregation_is_the_same_objective(
+    pair: list[dict[str, Any]], folder: Path, loss: str
+) -> None:
     case = losses_case(folder, loss)
     for ratio, objective in case["objectives"].items():
         strategy = TorchStrategy(None, context(folder, **{**case["context"], "objective": objective}))
@@ -265,7 +325,13 @@ def test_every_loss_under_every_aggregation_is_the_same_objective(pair: list[dic
 def resumed(pair: list[dict[str, Any]], folder: Path, shared: Path) -> list[dict[str, Any]]:
     """New processes that load what the first pair saved, and such as may not."""
     cases: dict[str, Any] = {
-        f"saved {name}": {"model": folder, "config": FORMS[name], "context": {"dtype": dtype}, "load": shared / f"state-{name}", "updates": LATER}
+        f"saved {name}": {
+            "model": folder,
+            "config": FORMS[name],
+            "context": {"dtype": dtype},
+            "load": shared / f"state-{name}",
+            "updates": LATER,
+        }
         for name, dtype in SAVED.items()
     }
     cases["another stage"] = {"model": folder, "config": zero(2), "load": shared / "state-1", "weights": False}
@@ -276,7 +342,9 @@ def resumed(pair: list[dict[str, Any]], folder: Path, shared: Path) -> list[dict
 def test_new_processes_resume_exactly(pair: list[dict[str, Any]], resumed: list[dict[str, Any]], form: str) -> None:
     for before, after in zip(pair, resumed, strict=True):
         one, two = before[f"saved {form}"], after[f"saved {form}"]
-        assert [(r.loss, r.grad_norm, dict(r.sums)) for r in one["after"]] == [(r.loss, r.grad_norm, dict(r.sums)) for r in two["results"]]
+        assert [(r.loss, r.grad_norm, dict(r.sums)) for r in one["after"]] == [
+            (r.loss, r.grad_norm, dict(r.sums)) for r in two["results"]
+        ]
         assert furthest(one["weights"], two["weights"]) == 0.0
         assert torch.equal(one["noise"], two["noise"])
 

@@ -1,4 +1,5 @@
-"""The strategy in one process: parity with plain torch, failures, adapters, images, checkpoints, the conformance kit."""
+"""The strategy in one process: parity with plain torch, failures, adapters, images, checkpoints, the conformance
+kit."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from deepspeed_cases import FORMS, context, five_updates, furthest, make_picture_rows, make_rows, run_updates, weights_of, zero
+from deepspeed_cases import (
+    FORMS,
+    context,
+    five_updates,
+    furthest,
+    make_picture_rows,
+    make_rows,
+    run_updates,
+    weights_of,
+    zero,
+)
 
 from turnwise.contracts.train import Lora, LossChoice, Objective
 from turnwise.data.rows import Update
@@ -24,7 +35,9 @@ from turnwise_torch.fixtures import tiny_model, tiny_vision_model
 from turnwise_torch.models import load_causal_lm
 from turnwise_torch.strategy import TorchStrategy
 
-deepspeed = pytest.importorskip("deepspeed", reason="deepspeed is not installed (pip install 'turnwise-deepspeed[deepspeed]')")
+deepspeed = pytest.importorskip(
+    "deepspeed", reason="deepspeed is not installed (pip install 'turnwise-deepspeed[deepspeed]')"
+)
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 Build = Callable[..., Any]
@@ -33,7 +46,9 @@ forms = pytest.mark.parametrize("form", FORMS)
 
 
 @forms
-def test_five_updates_are_those_of_plain_torch_with_checkpointed_layers_and_head(build: Build, plain: Callable[..., Any], form: str) -> None:
+def test_five_updates_are_those_of_plain_torch_with_checkpointed_layers_and_head(
+    build: Build, plain: Callable[..., Any], form: str
+) -> None:
     expected, weights = plain()
     strategy = build(evolve(FORMS[form], logits_chunk=7), gradient_checkpointing=True)
     for one, other in zip(run_updates(strategy), expected, strict=True):
@@ -42,7 +57,9 @@ def test_five_updates_are_those_of_plain_torch_with_checkpointed_layers_and_head
     assert furthest(weights_of(strategy), weights) <= 1e-5
 
 
-@pytest.mark.parametrize("form", [pytest.param(form, marks=[] if form == "3" else pytest.mark.matrix) for form in FORMS])
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[] if form == "3" else pytest.mark.matrix) for form in FORMS]
+)
 def test_bf16_has_the_norms_of_plain_torch(build: Build, plain: Callable[..., Any], form: str) -> None:
     expected, weights = plain(dtype="bf16")
     strategy = build(FORMS[form], dtype="bf16")
@@ -87,7 +104,9 @@ def test_an_update_whose_loss_is_not_finite_is_skipped_and_the_next_is_as_if_it_
 
 
 @forms
-def test_a_gradient_that_is_not_finite_moves_nothing_though_the_loss_is(build: Build, plain: Callable[..., Any], form: str) -> None:
+def test_a_gradient_that_is_not_finite_moves_nothing_though_the_loss_is(
+    build: Build, plain: Callable[..., Any], form: str
+) -> None:
     strategy = build(FORMS[form])
     first, *_ = five_updates()
     before = weights_of(strategy)
@@ -129,21 +148,52 @@ def test_an_update_that_fails_half_way_leaves_no_gradient(build: Build, plain: C
 @pytest.mark.parametrize(
     ("owner", "name", "act", "told"),
     [
-        ("model", "forward", lambda s, f: s.logprobs(make_rows(0, 2)), r"log-probs of actor_train\. Fix: lower actor_train\.infer_batch_size"),
-        ("", "weights", lambda s, f: s.export(f), r"the export of actor_train\. Fix: more devices .*deepspeed_zero3_cpuoffload"),
+        (
+            "model",
+            "forward",
+            lambda s, f: s.logprobs(make_rows(0, 2)),
+            r"log-probs of actor_train\. Fix: lower actor_train\.infer_batch_size",
+        ),
+        (
+            "",
+            "weights",
+            lambda s, f: s.export(f),
+            r"the export of actor_train\. Fix: more devices .*deepspeed_zero3_cpuoffload",
+        ),
         (
             "sending",
             "new_sender",
             lambda s, f: s.offer("shared_memory", 1),
             r"the offer of weights of actor_train\. Fix: lower model_update_buffer",
         ),
-        ("engine", "save_checkpoint", lambda s, f: s.save(f), r"the checkpoint of actor_train\. Fix: more devices .*deepspeed_zero3_cpuoffload"),
-        ("engine", "load_checkpoint", lambda s, f: (s.save(f), s.load(f)), r"resuming of actor_train\. Fix: more devices"),
-        ("", "_parked", lambda s, f: s.onload(), r"onloading of actor_train\. Fix: devices of its own .*deepspeed_zero3_cpuoffload"),
+        (
+            "engine",
+            "save_checkpoint",
+            lambda s, f: s.save(f),
+            r"the checkpoint of actor_train\. Fix: more devices .*deepspeed_zero3_cpuoffload",
+        ),
+        (
+            "engine",
+            "load_checkpoint",
+            lambda s, f: (s.save(f), s.load(f)),
+            r"resuming of actor_train\. Fix: more devices",
+        ),
+        (
+            "",
+            "_parked",
+            lambda s, f: s.onload(),
+            r"onloading of actor_train\. Fix: devices of its own .*deepspeed_zero3_cpuoffload",
+        ),
     ],
 )
 def test_running_out_of_memory_names_phase_role_and_keys(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, act: Callable[..., Any], told: str
+    build: Build,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: str,
+    name: str,
+    act: Callable[..., Any],
+    told: str,
 ) -> None:
     def exhausted(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
@@ -171,8 +221,11 @@ def bytes_on_the_device(strategy: Any) -> int:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @forms
-def test_a_role_that_was_away_goes_on_as_if_it_had_stayed(build: Build, monkeypatch: pytest.MonkeyPatch, form: str, dtype: str) -> None:
-    """The CPU stands for a device whose memory is given back. DeepSpeed's own method asserts its FusedAdam, or is not there."""
+def test_a_role_that_was_away_goes_on_as_if_it_had_stayed(
+    build: Build, monkeypatch: pytest.MonkeyPatch, form: str, dtype: str
+) -> None:
+    """The CPU stands for a device whose memory is given back. DeepSpeed's own method asserts its FusedAdam, or is not
+    there."""
     monkeypatch.setattr("turnwise_deepspeed.strategy.has_own_memory", lambda device: True)
     strategy, stays = build(FORMS[form], dtype=dtype), build(FORMS[form], dtype=dtype)
     own_memory(strategy.model)
@@ -216,7 +269,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class ZeroWhereUnused(TorchStrategy):
-    """Plain torch, but a parameter that no row of an update uses has a gradient of zero instead of none: it is stepped, as DeepSpeed does."""
+    """Plain torch, but a parameter that no row of an update uses has a gradient of zero instead of none: it is stepped,
+    as DeepSpeed does."""
 
     def _optimize(self, lr: float) -> float:
         assert self.optimizer is not None
@@ -226,11 +280,14 @@ class ZeroWhereUnused(TorchStrategy):
 
 
 @pytest.mark.parametrize("form", ["2 optimizer", "3", "3 optimizer param"])
-def test_images_train_and_a_row_without_one_adds_nothing_to_the_vision_tower(build: Build, pictures: Path, form: str) -> None:
+def test_images_train_and_a_row_without_one_adds_nothing_to_the_vision_tower(
+    build: Build, pictures: Path, form: str
+) -> None:
     """DeepSpeed alone would go on with the tower's gradient of the update before."""
     options = {"objective": VANILLA, "per_device_train_batch_size": 1}
     updates = [
-        Update(make_picture_rows(pictures, shown, i), lr=1e-3) for i, shown in enumerate([(True, True), (False, True), (False, False), (True, False)])
+        Update(make_picture_rows(pictures, shown, i), lr=1e-3)
+        for i, shown in enumerate([(True, True), (False, True), (False, False), (True, False)])
     ]
     expected = ZeroWhereUnused(None, context(pictures, **options))
     strategy = build(FORMS[form], model=pictures, **options)
@@ -241,7 +298,9 @@ def test_images_train_and_a_row_without_one_adds_nothing_to_the_vision_tower(bui
 
 
 @pytest.mark.parametrize("form", ["2", "3"])
-def test_adapters_alone_are_trained_saved_and_added_to_what_leaves(build: Build, folder: Path, tmp_path: Path, form: str) -> None:
+def test_adapters_alone_are_trained_saved_and_added_to_what_leaves(
+    build: Build, folder: Path, tmp_path: Path, form: str
+) -> None:
     pytest.importorskip("peft", reason="peft is not installed (pip install 'turnwise-torch[lora]')")
     options = {"lora": Lora(rank=4, alpha=8, target=("q_proj", "down_proj")), "seed": 3}
     expected, strategy = TorchStrategy(None, context(folder, **options)), build(FORMS[form], **options)
@@ -250,7 +309,11 @@ def test_adapters_alone_are_trained_saved_and_added_to_what_leaves(build: Build,
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
     trained = weights_of(strategy)
     assert furthest(trained, weights_of(expected)) <= 1e-5
-    moved = {name.rpartition(".layers.")[2].split(".", 1)[-1] for name in trained if not torch.equal(trained[name], start[name])}
+    moved = {
+        name.rpartition(".layers.")[2].split(".", 1)[-1]
+        for name in trained
+        if not torch.equal(trained[name], start[name])
+    }
     assert moved == {"self_attn.q_proj.weight", "mlp.down_proj.weight"}
     strategy.save(tmp_path / "state")
     other = build(FORMS[form], **options)
@@ -306,7 +369,9 @@ class Planted:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("which", ["model_states", "optim_states"])
-def test_a_state_that_would_run_code_is_refused_before_it_does(build: Build, tmp_path: Path, stage: int, which: str) -> None:
+def test_a_state_that_would_run_code_is_refused_before_it_does(
+    build: Build, tmp_path: Path, stage: int, which: str
+) -> None:
     strategy, ran = build(zero(stage)), tmp_path / "ran"
     strategy.save(tmp_path)
     for file in tmp_path.rglob(f"*{which}.pt"):
@@ -314,7 +379,9 @@ def test_a_state_that_would_run_code_is_refused_before_it_does(build: Build, tmp
         torch.save({**held, "planted": Planted(ran)}, file)
     if stage == 0 and which == "optim_states":
         return strategy.load(tmp_path)  # one file holds all
-    with pytest.raises(CheckpointError, match=r"holds more than tensors and numbers, and was not read\. Fix: ") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"holds more than tensors and numbers, and was not read\. Fix: "
+    ) as caught:
         strategy.load(tmp_path)
     assert "\n" not in str(caught.value)
     assert not ran.exists()
@@ -369,7 +436,9 @@ def leave_a_lock(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_build_waits_for_no_build_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_a_build_waits_for_no_build_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
     lock = leave_a_lock(tmp_path, monkeypatch)
     assert lock.is_file()
 
@@ -377,17 +446,26 @@ def test_a_build_waits_for_no_build_that_was_killed(tmp_path: Path, monkeypatch:
         assert not lock.exists()
         assert Path(os.environ["TORCH_EXTENSIONS_DIR"]) == lock.parent.parent
         if fails:
-            raise deepspeed.ops.op_builder.builder.MissingCUDAException("no compiler\nand more")  # no RuntimeError, nor any other of Python's
+            raise deepspeed.ops.op_builder.builder.MissingCUDAException(
+                "no compiler\nand more"
+            )  # no RuntimeError, nor any other of Python's
 
     monkeypatch.setattr(deepspeed.ops.op_builder.CPUAdamBuilder, "load", load)
-    with pytest.raises(MachineError, match=r"cannot be compiled: no compiler\. Fix: .*zero_force_ds_cpu_optimizer") if fails else nullcontext():
+    with (
+        pytest.raises(MachineError, match=r"cannot be compiled: no compiler\. Fix: .*zero_force_ds_cpu_optimizer")
+        if fails
+        else nullcontext()
+    ):
         compiled.prepare_cpu_adam()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path)
 
 
 def test_one_process_builds_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    code = "from turnwise_deepspeed.compiled import building_alone\nprint('here', flush=True)\nwith building_alone('x'): print('inside', flush=True)"
+    code = (
+        "from turnwise_deepspeed.compiled import building_alone\nprint('here', flush=True)\nwith building_alone('x'):"
+        " print('inside', flush=True)"
+    )
     environment = dict(os.environ)
     with compiled.building_alone("x"):
         other = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
@@ -399,7 +477,10 @@ def test_one_process_builds_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_conformance_kit_passes_without_a_skip() -> None:
-    code = "import gc, deepspeed, turnwise_deepspeed.strategy; gc.freeze()\nfrom turnwise.testing.kit import run_conformance\n"
+    code = (
+        "import gc, deepspeed, turnwise_deepspeed.strategy; gc.freeze()\nfrom turnwise.testing.kit import"
+        " run_conformance\n"
+    )
     code += "raise SystemExit(run_conformance('deepspeed', kind='train_strategy', strict=True))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

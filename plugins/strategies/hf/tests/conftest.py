@@ -11,7 +11,15 @@ import pytest
 from turnwise.contracts.chat import ModelSourceContext
 from turnwise_hf.source import HfModelSource
 
-TEXTS = ("The goal is 2 down 1 right. Holes: Left Down.", "Which way?", "Left", "Down", "Right", "Up", "You walk on a frozen lake.")
+TEXTS = (
+    "The goal is 2 down 1 right. Holes: Left Down.",
+    "Which way?",
+    "Left",
+    "Down",
+    "Right",
+    "Up",
+    "You walk on a frozen lake.",
+)
 SHOWN = [{"role": "user", "content": text} for text in TEXTS]
 SMALL = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 256}
 """A spread initialisation: log-probs of different tokens, positions and temperatures are far apart."""
@@ -23,7 +31,9 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     cache = tmp_path_factory.mktemp("models")
 
     def build(**recipe: Any) -> Path:
-        return HfModelSource(None, ModelSourceContext(cache=cache, seed=5, texts=lambda: SHOWN)).prepare({"recipe": {**SMALL, **recipe}})
+        return HfModelSource(None, ModelSourceContext(cache=cache, seed=5, texts=lambda: SHOWN)).prepare(
+            {"recipe": {**SMALL, **recipe}}
+        )
 
     return build
 

@@ -1,4 +1,5 @@
-"""Adapters that come alone: over the base, by every transport, all or none of them, and refused in one line when they do not fit."""
+"""Adapters that come alone: over the base, by every transport, all or none of them, and refused in one line when they
+do not fit."""
 
 from __future__ import annotations
 
@@ -41,7 +42,12 @@ def trainer(folder: Path) -> Iterator[Callable[..., TorchStrategy]]:
 
     def make(seed: int = 0, **changes: Any) -> TorchStrategy:
         objective = Objective(LossChoice("ppo"))
-        built.append(TorchStrategy(None, TrainContext(folder, "actor_train", dtype="fp32", objective=objective, lora=evolve(LORA, **changes))))
+        built.append(
+            TorchStrategy(
+                None,
+                TrainContext(folder, "actor_train", dtype="fp32", objective=objective, lora=evolve(LORA, **changes)),
+            )
+        )
         move(built[-1], seed)
         return built[-1]
 
@@ -58,12 +64,20 @@ def move(strategy: TorchStrategy, seed: int) -> None:
             parameter.normal_(0, 0.3, generator=draw)
 
 
-def with_backend(folder: Path, work: Callable[[HfBackend], Awaitable[T]], lora: Lora | None = LORA, **context: Any) -> T:
+def with_backend(
+    folder: Path, work: Callable[[HfBackend], Awaitable[T]], lora: Lora | None = LORA, **context: Any
+) -> T:
     """`work(backend)` on an event loop of its own; nothing may hang."""
 
     async def main() -> T:
         backend = HfBackend(
-            HfConfig(), InferenceContext(folder, None, lora=lora, **{"dtype": "fp32", "sequence_length": 64, "weight_sync_timeout": 20.0, **context})
+            HfConfig(),
+            InferenceContext(
+                folder,
+                None,
+                lora=lora,
+                **{"dtype": "fp32", "sequence_length": 64, "weight_sync_timeout": 20.0, **context},
+            ),
         )
         try:
             return await asyncio.wait_for(work(backend), 60)
@@ -94,7 +108,9 @@ def check(generation: Generation, model: Any, version: int, atol: float = 1e-5) 
 
 
 @pytest.mark.parametrize("transport", ALONE)
-def test_the_base_serves_first_then_every_update_by_its_adapters(folder: Path, trainer: Callable[..., TorchStrategy], transport: str) -> None:
+def test_the_base_serves_first_then_every_update_by_its_adapters(
+    folder: Path, trainer: Callable[..., TorchStrategy], transport: str
+) -> None:
     strategy, places = trainer(), []
 
     async def work(backend: HfBackend) -> list[Generation]:
@@ -118,7 +134,9 @@ def test_the_base_serves_first_then_every_update_by_its_adapters(folder: Path, t
     assert places[0] == places[1]
 
 
-def test_another_dtype_than_the_trainers_serves_nearly_the_same(folder: Path, trainer: Callable[..., TorchStrategy]) -> None:
+def test_another_dtype_than_the_trainers_serves_nearly_the_same(
+    folder: Path, trainer: Callable[..., TorchStrategy]
+) -> None:
     strategy = trainer()
 
     async def work(backend: HfBackend) -> Generation:
@@ -158,13 +176,17 @@ def test_adapters_that_arrive_in_the_middle_sample_the_rest(
     assert sorted(set(generation.versions.tolist())) == [0, 1]
 
 
-def test_the_trainers_own_module_is_left_alone_by_what_comes_after_it(folder: Path, trainer: Callable[..., TorchStrategy]) -> None:
+def test_the_trainers_own_module_is_left_alone_by_what_comes_after_it(
+    folder: Path, trainer: Callable[..., TorchStrategy]
+) -> None:
     strategy, other = trainer(), trainer(seed=5)
     held = {name: parameter.detach().clone() for name, parameter in strategy.model.named_parameters()}
 
     async def work(backend: HfBackend) -> list[Generation]:
         answers = []
-        for number, (one, transport) in enumerate([(other, "shared_memory"), (strategy, "shared"), (other, "safetensors")], 1):
+        for number, (one, transport) in enumerate(
+            [(other, "shared_memory"), (strategy, "shared"), (other, "safetensors")], 1
+        ):
             await sync(one, backend, transport, number)
             answers.append(await backend.generate(REQUEST))
         return answers
@@ -206,13 +228,20 @@ FIRST = r"'base_model\.model\.model\.layers\.0\.mlp\.down_proj\.lora_A\.weight'"
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (rename, r"hold 1 names that the model's do not have, such as 'base_model\.model\.model\.norm\.lora_A\.weight'"),
+        (
+            rename,
+            r"hold 1 names that the model's do not have, such as 'base_model\.model\.model\.norm\.lora_A\.weight'",
+        ),
         (drop, rf"lack 1 of the model's tensors, such as {FIRST}"),
         (reshape, rf"have {FIRST} of shape \(3,\), the model's is \(4, 96\)"),
     ],
 )
 def test_wrong_adapters_are_one_line_and_the_last_ones_serve_on(
-    folder: Path, trainer: Callable[..., TorchStrategy], transport: str, harm: Callable[[dict[str, torch.Tensor]], None], message: str
+    folder: Path,
+    trainer: Callable[..., TorchStrategy],
+    transport: str,
+    harm: Callable[[dict[str, torch.Tensor]], None],
+    message: str,
 ) -> None:
     strategy = trainer()
 
@@ -247,7 +276,9 @@ async def stream(backend: HfBackend, tensors: Mapping[str, torch.Tensor], adapte
         await asyncio.gather(sending, return_exceptions=True)
 
 
-def test_an_update_that_breaks_off_leaves_the_last_adapters(folder: Path, trainer: Callable[..., TorchStrategy]) -> None:
+def test_an_update_that_breaks_off_leaves_the_last_adapters(
+    folder: Path, trainer: Callable[..., TorchStrategy]
+) -> None:
     strategy = trainer()
 
     async def work(backend: HfBackend) -> Generation:
@@ -263,7 +294,11 @@ def test_an_update_that_breaks_off_leaves_the_last_adapters(folder: Path, traine
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"), [({"rank": 8}, r"\(r: 4, now 8\)\. Fix: start the backend anew"), ({"target": "q_proj"}, r"\(target_modules: \[.*now \[")]
+    ("changes", "message"),
+    [
+        ({"rank": 8}, r"\(r: 4, now 8\)\. Fix: start the backend anew"),
+        ({"target": "q_proj"}, r"\(target_modules: \[.*now \["),
+    ],
 )
 def test_adapters_of_another_form_than_the_first_are_refused(
     folder: Path, trainer: Callable[..., TorchStrategy], changes: dict[str, Any], message: str
@@ -280,12 +315,17 @@ def test_adapters_of_another_form_than_the_first_are_refused(
     check(with_backend(folder, work), one.model, 1)
 
 
-def test_targets_that_the_model_lacks_are_refused_and_the_base_serves_on(folder: Path, trainer: Callable[..., TorchStrategy]) -> None:
+def test_targets_that_the_model_lacks_are_refused_and_the_base_serves_on(
+    folder: Path, trainer: Callable[..., TorchStrategy]
+) -> None:
     offer = trainer().offer("safetensors", 1)
     assert offer.adapter is not None
 
     async def work(backend: HfBackend) -> Generation:
-        with pytest.raises(EngineError, match=r"the trainer's adapters do not fit the model: Target modules .*no_such.* Fix: one pretrain for both"):
+        with pytest.raises(
+            EngineError,
+            match=r"the trainer's adapters do not fit the model: Target modules .*no_such.* Fix: one pretrain for both",
+        ):
             await backend.receive(evolve(offer, adapter={**offer.adapter, "target_modules": ["no_such"]}))  # type: ignore[dict-item]
         return await backend.generate(REQUEST)
 
@@ -312,5 +352,7 @@ def test_without_peft_the_machine_is_told(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("turnwise_hf.backend.importlib.util.find_spec", lambda name: None)
     (problem,) = HfBackend.check(HfConfig(), InferenceContext(folder, None, lora=LORA))
     assert problem.machine
-    assert str(problem).startswith("$.actor_train.model_args.lora_sync: adapters alone need the package peft in the hf backend. Fix: pip install ")
+    assert str(problem).startswith(
+        "$.actor_train.model_args.lora_sync: adapters alone need the package peft in the hf backend. Fix: pip install "
+    )
     assert HfBackend.check(HfConfig(), InferenceContext(folder, None)) == []

@@ -32,7 +32,9 @@ def with_backend(folder: Path, work: Callable[[HfBackend], Awaitable[T]], **cont
     """`work(backend)` on an event loop of its own; nothing may hang."""
 
     async def main() -> T:
-        backend = HfBackend(HfConfig(), InferenceContext(folder, None, **{"dtype": "fp32", "sequence_length": 64, **context}))
+        backend = HfBackend(
+            HfConfig(), InferenceContext(folder, None, **{"dtype": "fp32", "sequence_length": 64, **context})
+        )
         try:
             return await asyncio.wait_for(work(backend), 60)
         finally:
@@ -41,7 +43,9 @@ def with_backend(folder: Path, work: Callable[[HfBackend], Awaitable[T]], **cont
     return asyncio.run(main())
 
 
-def ask(seed: int = 0, ids: Any = (1, 12, 13, 14, 2), limit: int = 5, order: tuple[int, ...] = (), **args: Any) -> Request:
+def ask(
+    seed: int = 0, ids: Any = (1, 12, 13, 14, 2), limit: int = 5, order: tuple[int, ...] = (), **args: Any
+) -> Request:
     return Request(seed, GeneratingArgs(**args), limit, order or (seed,), ids=int32(ids))
 
 
@@ -109,7 +113,9 @@ def test_the_conformance_fixture_agrees_with_the_backend() -> None:
     asyncio.run(main())
 
 
-def test_a_batch_starts_when_every_live_episode_waits_in_the_order_of_the_requests(folder: Path, batches: list[list[int]]) -> None:
+def test_a_batch_starts_when_every_live_episode_waits_in_the_order_of_the_requests(
+    folder: Path, batches: list[list[int]]
+) -> None:
     async def work(backend: HfBackend) -> None:
         backend.live(4)
         early = [asyncio.create_task(backend.generate(ask(seed, order=(0, 3 - seed)))) for seed in range(3)]
@@ -136,7 +142,9 @@ def test_a_limit_of_rows_cuts_a_batch_in_order(folder: Path, batches: list[list[
 
 
 def test_equal_seeds_give_equal_tokens_and_other_seeds_others(folder: Path) -> None:
-    one, two, *others = with_backend(folder, lambda backend: together(backend, ask(1), ask(1, order=(7,)), *map(ask, range(2, 12))))
+    one, two, *others = with_backend(
+        folder, lambda backend: together(backend, ask(1), ask(1, order=(7,)), *map(ask, range(2, 12)))
+    )
     assert one.ids is not None
     assert one.ids.tolist() == two.ids.tolist()  # type: ignore[union-attr]
     assert any(other.ids.tolist() != one.ids.tolist() for other in others)  # type: ignore[union-attr]
@@ -279,7 +287,10 @@ def test_weights_that_arrive_in_the_middle_sample_the_rest(
     generation = with_backend(folder, work)
     assert generation.versions is not None
     assert generation.versions[:3].tolist() == [0, 0, 1]
-    old, new = (plain_logprobs(load_causal_lm(path, "fp32", "sdpa"), request, generation, temperature) for path in (folder, other))
+    old, new = (
+        plain_logprobs(load_causal_lm(path, "fp32", "sdpa"), request, generation, temperature)
+        for path in (folder, other)
+    )
     assert generation.logprobs is not None
     np.testing.assert_allclose(generation.logprobs, np.where(generation.versions == 0, old, new), atol=1e-5)
 
@@ -315,7 +326,9 @@ def test_shared_weights_are_the_trainers_own_under_its_lock_and_its_mode_comes_b
     assert [set(generation.versions.tolist()) for generation in (before, after, again)] == [{1}, {1}, {2}]  # type: ignore[union-attr]
 
 
-def test_a_folder_received_after_shared_weights_leaves_the_trainers_alone(make: Callable[..., Path], folder: Path) -> None:
+def test_a_folder_received_after_shared_weights_leaves_the_trainers_alone(
+    make: Callable[..., Path], folder: Path
+) -> None:
     trainer = load_causal_lm(folder, "fp32", "sdpa")
     before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
     key = publish(trainer)
@@ -346,7 +359,9 @@ def send(model: torch.nn.Module, sender: Any, *without: str) -> threading.Thread
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_streamed_weights_serve_in_the_backends_dtype(make: Callable[..., Path], folder: Path, dtype: str, senders: Any) -> None:
+def test_streamed_weights_serve_in_the_backends_dtype(
+    make: Callable[..., Path], folder: Path, dtype: str, senders: Any
+) -> None:
     trainer = load_causal_lm(make(seed=8), dtype, "sdpa")
     transport, sender_of_one = senders
 
@@ -364,7 +379,9 @@ def test_streamed_weights_serve_in_the_backends_dtype(make: Callable[..., Path],
     check(generation, trainer.float(), request)
 
 
-def test_an_update_that_breaks_off_never_serves_half_of_it(make: Callable[..., Path], folder: Path, senders: Any) -> None:
+def test_an_update_that_breaks_off_never_serves_half_of_it(
+    make: Callable[..., Path], folder: Path, senders: Any
+) -> None:
     trainer = load_causal_lm(make(seed=8), "fp32", "sdpa")
     transport, sender_of_one = senders
 
@@ -380,7 +397,9 @@ def test_an_update_that_breaks_off_never_serves_half_of_it(make: Callable[..., P
     with_backend(folder, work)
 
 
-def test_weights_of_another_model_end_the_trainers_sending_at_once(make: Callable[..., Path], folder: Path, senders: Any) -> None:
+def test_weights_of_another_model_end_the_trainers_sending_at_once(
+    make: Callable[..., Path], folder: Path, senders: Any
+) -> None:
     trainer = load_causal_lm(make(num_layers=3), "fp32", "sdpa")
     transport, sender_of_one = senders
 
@@ -403,7 +422,9 @@ def test_weights_of_another_model_end_the_trainers_sending_at_once(make: Callabl
         (Offer("safetensors", 1, {"folder": "/nowhere"}), "no safetensors weights"),
     ],
 )
-def test_an_offer_that_cannot_be_taken_is_one_line_and_the_old_weights_serve_on(folder: Path, offer: Offer, message: str) -> None:
+def test_an_offer_that_cannot_be_taken_is_one_line_and_the_old_weights_serve_on(
+    folder: Path, offer: Offer, message: str
+) -> None:
     async def work(backend: HfBackend) -> None:
         with pytest.raises(EngineError, match=message):
             await backend.receive(offer)
@@ -467,7 +488,9 @@ def test_a_response_ends_where_the_sequence_is_full(folder: Path) -> None:
         (ask(top_p=0.0), "outside the allowed ranges"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_told_at_once_and_harms_nobody(folder: Path, request_: Request, message: str) -> None:
+def test_a_request_that_cannot_be_served_is_told_at_once_and_harms_nobody(
+    folder: Path, request_: Request, message: str
+) -> None:
     async def work(backend: HfBackend) -> None:
         backend.live(1)
         with pytest.raises(EngineError, match=message):
@@ -477,7 +500,9 @@ def test_a_request_that_cannot_be_served_is_told_at_once_and_harms_nobody(folder
     with_backend(folder, work)
 
 
-def test_a_crash_reaches_everyone_who_waits_with_its_cause_and_the_next_batch_works(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_reaches_everyone_who_waits_with_its_cause_and_the_next_batch_works(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = backend_module.sample_batch
 
     def crash(*rest: Any) -> Any:
@@ -503,7 +528,10 @@ def test_out_of_memory_names_the_keys_to_lower(folder: Path, monkeypatch: pytest
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(backend_module, "sample_batch", full)
-    with pytest.raises(EngineError, match=r"out of memory while sampling 1 sequences of up to 10 tokens\. Fix: lower actor_infer\.infer_batch_size"):
+    with pytest.raises(
+        EngineError,
+        match=r"out of memory while sampling 1 sequences of up to 10 tokens\. Fix: lower actor_infer\.infer_batch_size",
+    ):
         with_backend(folder, lambda backend: together(backend, ask()))
 
 

@@ -1,4 +1,5 @@
-"""Conversations in token ids: `render` is the template, `extend` continues sampled tokens as the template would, and nothing is encoded twice."""
+"""Conversations in token ids: `render` is the template, `extend` continues sampled tokens as the template would, and
+nothing is encoded twice."""
 
 from __future__ import annotations
 
@@ -19,31 +20,41 @@ from turnwise.errors import ConfigError
 from turnwise_hf.chat import HfChat, Recent
 from turnwise_hf.tokenizers import CHATML
 
-DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}" + CHATML
+DEFAULT_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}" + CHATML
+)
 HEADERS = (
-    "<|begin|>{% for m in messages %}<|header|>{{ m['role'] }}<|end_header|>\n{{ m['content'] | trim }}<|eot|>{% endfor %}"
-    "{% if add_generation_prompt %}<|header|>assistant<|end_header|>\n{% endif %}"
+    "<|begin|>{% for m in messages %}<|header|>{{ m['role'] }}<|end_header|>\n{{ m['content'] | trim }}<|eot|>{% endfor"
+    " %}{% if add_generation_prompt %}<|header|>assistant<|end_header|>\n{% endif %}"
 )
 INSTRUCT = (
     "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
     "{% else %} {{ m['content'] }}<|endoftext|>{% endif %}{% endfor %}"
 )
-PLAIN = "{% for m in messages %}### {{ m['role'] }}:\n{{ m['content'] }}\n\n{% endfor %}{% if add_generation_prompt %}### assistant:\n{% endif %}"
+PLAIN = (
+    "{% for m in messages %}### {{ m['role'] }}:\n{{ m['content'] }}\n\n{% endfor %}{% if add_generation_prompt %}###"
+    " assistant:\n{% endif %}"
+)
 THINKING = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and loop.index0 < ns.last %}"
-    "{{ m['content'].split('</think>')[-1].lstrip('\n') }}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0"
+    " %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and"
+    " loop.index0 < ns.last %}{{ m['content'].split('</think>')[-1].lstrip('\n') }}{% else %}{{ m['content'] }}{% endif"
+    " %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
 TEMPLATES = {"chatml": CHATML, "default_system": DEFAULT_SYSTEM, "headers": HEADERS, "instruct": INSTRUCT}
 """Templates that write every content as it is; what closes a turn starts with a special token."""
-TEXT = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<|"), max_size=20).map(lambda text: text.strip())
+TEXT = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<|"), max_size=20).map(
+    lambda text: text.strip()
+)
 
 
 @pytest.fixture(scope="module")
 def chats(make: Callable[..., Path]) -> dict[str, HfChat]:
     every = {**TEMPLATES, "plain": PLAIN, "thinking": THINKING}
-    return {name: HfChat(make(tokenizer="byte_bpe", vocab_size=320, chat_template=template)) for name, template in every.items()}
+    return {
+        name: HfChat(make(tokenizer="byte_bpe", vocab_size=320, chat_template=template))
+        for name, template in every.items()
+    }
 
 
 def whole(chat: HfChat, messages: list[dict[str, Any]]) -> list[int]:
@@ -58,7 +69,9 @@ def user(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=40)
 @given(first=TEXT, response=TEXT, second=TEXT, third=TEXT)
-def test_extended_turns_are_the_whole_conversation(chats: dict[str, HfChat], name: str, first: str, response: str, second: str, third: str) -> None:
+def test_extended_turns_are_the_whole_conversation(
+    chats: dict[str, HfChat], name: str, first: str, response: str, second: str, third: str
+) -> None:
     chat = chats[name]
     stop = chat.stop_ids[0]
     messages = [user(first)]
@@ -90,13 +103,16 @@ def test_thinking_of_the_sampled_turn_stays_and_the_next_header_opens_thinking(c
     ids = np.concatenate([prompt, chat.continue_text(prompt, "hm</think>\n\nLeft"), int32([end])])
     added = chat.extend(ids, "stop", [user("On.")])
     text = chat.tokenizer.decode(np.concatenate([ids, added]))
-    assert text == (
-        "<|im_start|>user\nGo.<|im_end|>\n<|im_start|>assistant\n<think>\nhm</think>\n\nLeft<|im_end|>\n<|im_start|>user\nOn.<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    assert (
+        text == "<|im_start|>user\nGo.<|im_end|>\n<|im_start|>assistant\n<think>\nhm</think>\n\nLeft"
+        "<|im_end|>\n<|im_start|>user\nOn.<|im_end|>\n<|im_start|>assistant\n<think>\n"
     )
 
 
 @pytest.mark.parametrize(("said", "added"), [("Left", "\n\n"), ("Left\n", "\n"), ("Left\n\n", "")])
-def test_an_end_of_turn_in_plain_text_is_added_as_far_as_it_was_not_sampled(make: Callable[..., Path], said: str, added: str) -> None:
+def test_an_end_of_turn_in_plain_text_is_added_as_far_as_it_was_not_sampled(
+    make: Callable[..., Path], said: str, added: str
+) -> None:
     chat = HfChat(make(tokenizer="word", chat_template=PLAIN))
     prompt = chat.render([user("Which way?")])
     ids = np.concatenate([prompt, chat.continue_text(prompt, said)])
@@ -104,14 +120,19 @@ def test_an_end_of_turn_in_plain_text_is_added_as_far_as_it_was_not_sampled(make
     assert text == added + "### user:\nThe goal\n\n### assistant:\n"
 
 
-SWITCH = CHATML.replace("assistant\n{% endif %}", "assistant\n{% if not (enable_thinking | default(true)) %}<think></think>{% endif %}{% endif %}")
+SWITCH = CHATML.replace(
+    "assistant\n{% endif %}",
+    "assistant\n{% if not (enable_thinking | default(true)) %}<think></think>{% endif %}{% endif %}",
+)
 
 
 def test_template_args_reach_the_template_in_prompts_and_continuations(make: Callable[..., Path]) -> None:
     assert "enable_thinking" in SWITCH
     chat = HfChat(make(tokenizer="byte_bpe", vocab_size=320, chat_template=SWITCH))
     quiet = chat.with_args({"enable_thinking": False})
-    shown = [chat.tokenizer.decode(one.render([user("Go.")])) for one in (chat, quiet, pickle.loads(pickle.dumps(quiet)))]
+    shown = [
+        chat.tokenizer.decode(one.render([user("Go.")])) for one in (chat, quiet, pickle.loads(pickle.dumps(quiet)))
+    ]
     assert shown[0].endswith("<|im_start|>assistant\n")
     assert shown[1] == shown[2] == shown[0] + "<think></think>"
     ids = quiet.render([user("Go.")])
@@ -122,8 +143,12 @@ def test_template_args_reach_the_template_in_prompts_and_continuations(make: Cal
     assert quiet.stop_ids == chat.stop_ids
 
 
-@pytest.mark.parametrize(("name", "message"), [("enable_thinkin", "does not read"), ("tools", "is not an argument of the template's own")])
-def test_a_template_arg_that_the_template_does_not_read_is_refused(make: Callable[..., Path], name: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"), [("enable_thinkin", "does not read"), ("tools", "is not an argument of the template's own")]
+)
+def test_a_template_arg_that_the_template_does_not_read_is_refused(
+    make: Callable[..., Path], name: str, message: str
+) -> None:
     chat = HfChat(make(tokenizer="byte_bpe", vocab_size=320, chat_template=SWITCH))
     with pytest.raises(ConfigError, match=f"template_args.*{name}.*{message}.*Fix:"):
         chat.with_args({name: False})
@@ -135,19 +160,26 @@ def test_tools_and_several_messages_reach_the_template(chats: dict[str, HfChat])
     assert '"name": "look"' in chat.tokenizer.decode(chat.render([user("Go.")], tools=tools))
     assert "look" not in chat.tokenizer.decode(chat.render([user("Go.")]))
     ids = chat.extend(chat.render([user("Go.")]), "length", [{"role": "tool", "content": "seen"}, user("On.")])
-    assert chat.tokenizer.decode(ids) == "<|im_end|>\n<|im_start|>tool\nseen<|im_end|>\n<|im_start|>user\nOn.<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        chat.tokenizer.decode(ids)
+        == "<|im_end|>\n<|im_start|>tool\nseen<|im_end|>\n<|im_start|>user\nOn.<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_special_tokens_are_no_text_wherever_they_were_sampled(chats: dict[str, HfChat]) -> None:
     chat = chats["chatml"]
-    start, end, pad = (chat.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
+    start, end, pad = (
+        chat.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+    )
     left = chat.continue_text(int32([]), "Left").tolist()
     assert chat.decode(int32([*left, end])) == "Left"
     assert chat.decode(int32([*left, pad, end])) == "Left"
     assert chat.decode(int32([*left, end, *left, end])) == "LeftLeft"
     assert chat.decode(int32([start, *left, start])) == "Left"
     assert chat.decode(int32([end])) == ""
-    assert chat.decode(int32([*left, end, start, *left, end]), special=True) == "Left<|im_end|><|im_start|>Left<|im_end|>"
+    assert (
+        chat.decode(int32([*left, end, start, *left, end]), special=True) == "Left<|im_end|><|im_start|>Left<|im_end|>"
+    )
 
 
 def test_an_unknown_word_is_no_text(folder: Path) -> None:
@@ -174,7 +206,9 @@ def test_text_that_looks_like_a_special_token_stays_text_when_it_continues_a_mes
     assert chat.tokenizer.decode(ids) == "x<|im_end|>"
 
 
-def test_stop_ids_are_those_of_the_tokenizer_the_generation_config_and_the_template(make: Callable[..., Path], tmp_path: Path) -> None:
+def test_stop_ids_are_those_of_the_tokenizer_the_generation_config_and_the_template(
+    make: Callable[..., Path], tmp_path: Path
+) -> None:
     copy = tmp_path / "model"
     shutil.copytree(make(tokenizer="byte_bpe", chat_template=HEADERS), copy)
     (copy / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
@@ -194,7 +228,9 @@ def test_images_are_refused_and_text_parts_are_joined(chats: dict[str, HfChat]) 
 
 
 def test_what_a_template_cannot_do_is_one_line(make: Callable[..., Path]) -> None:
-    refuse = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% endfor %}"
+    refuse = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% endfor %}"
+    )
     chat = HfChat(make(chat_template=refuse + CHATML))
     with pytest.raises(ConfigError, match="cannot render a conversation of roles system, user: no system"):
         chat.render([{"role": "system", "content": "You"}, user("Go")])

@@ -1,4 +1,5 @@
-"""Model folders that bring Python code: nobody is asked on a terminal, and nothing of it runs unless the configuration says so."""
+"""Model folders that bring Python code: nobody is asked on a terminal, and nothing of it runs unless the configuration
+says so."""
 
 from __future__ import annotations
 
@@ -52,7 +53,11 @@ def coded(folder: Path, tmp_path: Path, ran: Path, monkeypatch: pytest.MonkeyPat
     }
     for name, names in classes.items():
         facts = json.loads((copy / name).read_text(encoding="utf-8"))
-        changed = {**facts, "auto_map": names, **({"model_type": "own_code"} if name == "config.json" else {"tokenizer_class": "OwnTokenizer"})}
+        changed = {
+            **facts,
+            "auto_map": names,
+            **({"model_type": "own_code"} if name == "config.json" else {"tokenizer_class": "OwnTokenizer"}),
+        }
         (copy / name).write_text(json.dumps(changed), encoding="utf-8")
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("builtins.input", lambda _: "y")
@@ -60,13 +65,19 @@ def coded(folder: Path, tmp_path: Path, ran: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_models_own_code_does_not_run_and_the_key_that_allows_it_is_named(coded: Path, ran: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"needs Python code of its own, which is not run\. Fix: trust_remote_code: true, if you trust"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"needs Python code of its own, which is not run\. Fix: trust_remote_code: true, if you trust",
+    ):
         load_causal_lm(coded, "fp32", "sdpa")
     assert not ran.exists()
 
 
 def test_a_tokenizers_own_code_does_not_run_and_the_key_that_allows_it_is_named(coded: Path, ran: Path) -> None:
-    with pytest.raises(ConfigError, match=r"needs Python code of its own, which is not run\. Fix: trust_remote_code: true, if you trust"):
+    with pytest.raises(
+        ConfigError,
+        match=r"needs Python code of its own, which is not run\. Fix: trust_remote_code: true, if you trust",
+    ):
         HfModelSource(None, ModelSourceContext(cache=coded.parent)).chat(coded)
     assert not ran.exists()
 

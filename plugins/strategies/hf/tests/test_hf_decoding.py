@@ -33,13 +33,20 @@ def plain_logits(model: Any, ids: Sequence[int]) -> np.ndarray:
         return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].numpy()
 
 
-def prompts(count: int, seed: int = 0, shared: int = 0, shortest: int = 1, longest: int = 20, vocabulary: int = 40) -> list[np.ndarray]:
+def prompts(
+    count: int, seed: int = 0, shared: int = 0, shortest: int = 1, longest: int = 20, vocabulary: int = 40
+) -> list[np.ndarray]:
     generator = np.random.default_rng(seed)
     start = generator.integers(0, vocabulary, shared)
-    return [int32([*start, *generator.integers(0, vocabulary, generator.integers(shortest, longest + 1))]) for _ in range(count)]
+    return [
+        int32([*start, *generator.integers(0, vocabulary, generator.integers(shortest, longest + 1))])
+        for _ in range(count)
+    ]
 
 
-def sample(model: Any, rows: Sequence[Row], stop_ids: Sequence[int] = (), aborted: set[int] | None = None) -> list[Sampled]:
+def sample(
+    model: Any, rows: Sequence[Row], stop_ids: Sequence[int] = (), aborted: set[int] | None = None
+) -> list[Sampled]:
     with torch.no_grad():
         return sample_batch(rows, lambda: (model, 3), stop_ids, aborted or set())
 
@@ -61,9 +68,13 @@ def watched_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return widths
 
 
-@pytest.mark.parametrize(("architecture", "attention"), [("qwen2", "sdpa"), ("qwen3", "sdpa"), ("llama", "sdpa"), ("qwen2", "eager")])
+@pytest.mark.parametrize(
+    ("architecture", "attention"), [("qwen2", "sdpa"), ("qwen3", "sdpa"), ("llama", "sdpa"), ("qwen2", "eager")]
+)
 @pytest.mark.parametrize("shared", [0, 11])
-def test_ragged_prefill_and_decoding_equal_the_full_forward_pass(make: Callable[..., Path], architecture: str, attention: str, shared: int) -> None:
+def test_ragged_prefill_and_decoding_equal_the_full_forward_pass(
+    make: Callable[..., Path], architecture: str, attention: str, shared: int
+) -> None:
     folder = make(architecture=architecture, tie_word_embeddings=architecture != "llama")
     model = load(folder, attention)
     ids = prompts(7, shared=shared)
@@ -109,7 +120,9 @@ def test_tokens_do_not_depend_on_the_rest_of_the_batch(model: Any) -> None:
     assert [result.ids.tolist() for result in reversed_] == [result.ids.tolist() for result in whole]
 
 
-def test_equal_prompts_are_computed_once_and_sampled_by_their_own_seeds(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_prompts_are_computed_once_and_sampled_by_their_own_seeds(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = [prompts(3, shortest=10)[index] for index in (0, 1, 0, 2, 1, 0)]
     widths = watched_passes(monkeypatch)
     results = sample(model, rows_of(ids, limit=2))
@@ -139,7 +152,9 @@ def test_a_prompt_that_begins_all_others_keeps_a_token_of_its_own(model: Any) ->
         np.testing.assert_allclose(row, plain_logits(model, ids[index])[-1], atol=1e-5)
 
 
-def test_long_batches_are_read_in_several_passes_with_the_same_result(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_batches_are_read_in_several_passes_with_the_same_result(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = rows_of(prompts(12))
     whole = sample(model, rows)
     monkeypatch.setattr(decoding, "_PREFILL_TOKENS", 30)
@@ -179,7 +194,9 @@ def test_an_aborted_row_leaves_and_the_others_are_as_before(model: Any) -> None:
     assert results[3].ids.tolist() == free[3].ids.tolist()
 
 
-def test_new_weights_in_the_middle_sample_the_next_tokens_as_if_they_had_read_everything(make: Callable[..., Path], model: Any) -> None:
+def test_new_weights_in_the_middle_sample_the_next_tokens_as_if_they_had_read_everything(
+    make: Callable[..., Path], model: Any
+) -> None:
     other = load(make(seed=9))
     rows = rows_of(prompts(6), limit=6)
     calls = 0

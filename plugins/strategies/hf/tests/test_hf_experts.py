@@ -24,11 +24,16 @@ PROMPT = (1, 12, 13, 14, 2)
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group", "safetensors"])
 def test_experts_arrive_as_the_trainer_has_them_and_log_probs_agree(make: Callable[..., Path], transport: str) -> None:
     trained = make(architecture="qwen3_moe", seed=8)
-    strategy = TorchStrategy(None, TrainContext(trained, "actor_train", dtype="fp32", objective=Objective(LossChoice("ppo")), bucket_bytes=10_000))
+    strategy = TorchStrategy(
+        None,
+        TrainContext(trained, "actor_train", dtype="fp32", objective=Objective(LossChoice("ppo")), bucket_bytes=10_000),
+    )
     request = Request(0, GeneratingArgs(8, 1.0), 8, (0,), ids=int32(PROMPT))
 
     async def work() -> Generation:
-        context = InferenceContext(make(architecture="qwen3_moe"), None, dtype="fp32", sequence_length=64, weight_sync_timeout=20.0)
+        context = InferenceContext(
+            make(architecture="qwen3_moe"), None, dtype="fp32", sequence_length=64, weight_sync_timeout=20.0
+        )
         backend = HfBackend(HfConfig(), context)
         try:
             offer = strategy.offer(transport, 3)

@@ -14,7 +14,14 @@ SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-VISION = {"depth": 2, "hidden_size": 16, "intermediate_size": 20, "num_heads": 4, "out_hidden_size": 32, "fullatt_block_indexes": [1]}
+VISION = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "fullatt_block_indexes": [1],
+}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("Qwen2Config", "Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     ("Qwen2Config", "Qwen2ForCausalLM", {"tie_word_embeddings": False}),
@@ -42,4 +49,6 @@ def test_a_vision_language_model(tied: bool, tmp_path: Path) -> None:
     settings.save_pretrained(tmp_path)
     facts = read_facts(tmp_path / "config.json")
     assert facts is not None
-    assert facts.parameters == sum(p.numel() for p in transformers.Qwen2_5_VLForConditionalGeneration(settings).parameters())
+    assert facts.parameters == sum(
+        p.numel() for p in transformers.Qwen2_5_VLForConditionalGeneration(settings).parameters()
+    )

@@ -32,12 +32,18 @@ def source(cache: Path, seed: int = 0) -> HfModelSource:
 
 @pytest.mark.parametrize("tokenizer", ["word", "byte_bpe"])
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen3_moe", "llama"])
-def test_a_recipe_gives_a_folder_that_transformers_loads_with_the_same_tokens(make: Callable[..., Path], architecture: str, tokenizer: str) -> None:
+def test_a_recipe_gives_a_folder_that_transformers_loads_with_the_same_tokens(
+    make: Callable[..., Path], architecture: str, tokenizer: str
+) -> None:
     folder = make(architecture=architecture, tokenizer=tokenizer, vocab_size=300)
     assert folder_problems(folder) == []
     model = AutoModelForCausalLM.from_pretrained(folder)
     loaded = AutoTokenizer.from_pretrained(folder)
-    assert (model.config.model_type, model.config.hidden_size, model.config.num_key_value_heads) == (architecture, 32, 2)
+    assert (model.config.model_type, model.config.hidden_size, model.config.num_key_value_heads) == (
+        architecture,
+        32,
+        2,
+    )
     assert model.config.vocab_size == len(loaded)
     assert model.dtype == torch.float32
     assert model.generation_config.eos_token_id == loaded.eos_token_id == loaded.convert_tokens_to_ids("<|im_end|>")
@@ -49,7 +55,12 @@ def test_a_recipe_gives_a_folder_that_transformers_loads_with_the_same_tokens(ma
 
 def test_a_recipe_with_experts_has_those_that_it_names(make: Callable[..., Path]) -> None:
     config = AutoModelForCausalLM.from_pretrained(make(architecture="qwen3_moe")).config
-    assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size, config.norm_topk_prob) == (4, 2, 32, True)
+    assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size, config.norm_topk_prob) == (
+        4,
+        2,
+        32,
+        True,
+    )
     chosen = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 24}
     model = AutoModelForCausalLM.from_pretrained(make(architecture="qwen3_moe", **chosen))
     assert {key: getattr(model.config, key) for key in chosen} == chosen
@@ -82,16 +93,36 @@ def test_a_complete_folder_is_reused_and_a_broken_one_is_made_again(tmp_path: Pa
 
 def test_the_word_tokenizer_has_one_token_a_word_and_knows_all_digits() -> None:
     tokenizer = build_tokenizer(Recipe(), TEXTS)
-    assert [tokenizer.convert_ids_to_tokens(i) for i in tokenizer("The goal is 9 down.\nLeft", add_special_tokens=False)["input_ids"]] == [
-        *["The", " goal", " is", " 9", " down", ".", "\n", "Left"]
-    ]
+    assert [
+        tokenizer.convert_ids_to_tokens(i)
+        for i in tokenizer("The goal is 9 down.\nLeft", add_special_tokens=False)["input_ids"]
+    ] == [*["The", " goal", " is", " 9", " down", ".", "\n", "Left"]]
     assert "<unk>" in tokenizer.convert_ids_to_tokens(tokenizer("zebra", add_special_tokens=False)["input_ids"])
-    roles = tokenizer("<|im_start|>system\n<|im_start|>user\n<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    roles = tokenizer("<|im_start|>system\n<|im_start|>user\n<|im_start|>assistant\n", add_special_tokens=False)[
+        "input_ids"
+    ]
     assert tokenizer.unk_token_id not in roles
     assert len(tokenizer) < 50
 
 
-PIECES = ["The", " goal", " is", " 2", " 7", " down", ".", " Left", "Left", "\n", " ", "P", " _", "<|im_end|>", "user", ":"]
+PIECES = [
+    "The",
+    " goal",
+    " is",
+    " 2",
+    " 7",
+    " down",
+    ".",
+    " Left",
+    "Left",
+    "\n",
+    " ",
+    "P",
+    " _",
+    "<|im_end|>",
+    "user",
+    ":",
+]
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=30))
@@ -119,20 +150,28 @@ BYTES = build_tokenizer(Recipe(tokenizer="byte_bpe", vocab_size=300), TEXTS)
 
 
 def test_a_custom_chat_template_brings_its_special_tokens(make: Callable[..., Path]) -> None:
-    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eot|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eot|>{% endfor %}{% if add_generation_prompt"
+        " %}<|assistant|>{% endif %}"
+    )
     folder = make(chat_template=template)
     chat = HfModelSource(None, ModelSourceContext(cache=folder)).chat(folder)
     eot = chat.tokenizer.convert_tokens_to_ids("<|eot|>")  # type: ignore[attr-defined]
     assert eot == chat.stop_ids[0]
     ids = chat.render([{"role": "user", "content": "Which way?"}])
-    assert list(chat.tokenizer.convert_ids_to_tokens(ids)) == [*["<", "|", "user", "|", ">", "Which", " way", "?", "<|eot|>", "<|assistant|>"]]  # type: ignore[attr-defined]
+    assert list(chat.tokenizer.convert_ids_to_tokens(ids)) == [
+        *["<", "|", "user", "|", ">", "Which", " way", "?", "<|eot|>", "<|assistant|>"]
+    ]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
         ({"hiden_size": 8}, r"unknown key 'hiden_size'\. Did you mean 'hidden_size'\?"),
-        ({"architecture": "qwen"}, r"architecture: 'qwen' is not one of llama, qwen2, qwen2_5_vl, qwen3, qwen3_moe\. Did you mean 'qwen"),
+        (
+            {"architecture": "qwen"},
+            r"architecture: 'qwen' is not one of llama, qwen2, qwen2_5_vl, qwen3, qwen3_moe\. Did you mean 'qwen",
+        ),
         ({"architecture": "qwen3_moe", "num_experts": 1}, "num_experts_per_tok 2 is more than num_experts 1"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size: 0 is not a positive integer"),
         ({"num_layers": 0}, "num_layers: 0 is not a positive integer"),
@@ -210,7 +249,9 @@ def _no_shard(folder: Path) -> None:
         (_without("chat_template.jinja"), "has no chat template"),
     ],
 )
-def test_a_folder_that_is_no_model_is_told_before_anything_starts(folder: Path, tmp_path: Path, harm: Callable[[Path], None], message: str) -> None:
+def test_a_folder_that_is_no_model_is_told_before_anything_starts(
+    folder: Path, tmp_path: Path, harm: Callable[[Path], None], message: str
+) -> None:
     broken = tmp_path / "model"
     shutil.copytree(folder, broken)
     harm(broken)
@@ -235,7 +276,10 @@ def test_a_hub_id_that_cannot_be_fetched_is_one_line(tmp_path: Path, monkeypatch
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     assert source(tmp_path).check("some/model") == []
     with pytest.raises(
-        MachineError, match=r"^pretrain: 'some/model' is no folder here and could not be fetched as a hub id: no route to host Fix:.*$"
+        MachineError,
+        match=(
+            r"^pretrain: 'some/model' is no folder here and could not be fetched as a hub id: no route to host Fix:.*$"
+        ),
     ):
         source(tmp_path).prepare("some/model")
 
@@ -248,15 +292,24 @@ def test_a_hub_id_is_fetched_and_checked(folder: Path, tmp_path: Path, monkeypat
         source(tmp_path).prepare("some/model")
 
 
-def test_a_missing_path_under_a_folder_that_is_here_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_path_under_a_folder_that_is_here_is_no_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
     assert "is not there" in source(tmp_path).check("models/qwen")[0]
 
 
 def test_the_tokenizer_learns_only_what_the_chat_template_shows(tmp_path: Path) -> None:
-    template = "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant"
-    told = [{"role": "system", "content": "rules"}, {"role": "user", "content": "lake"}, {"role": "assistant", "content": "Left"}]
+    template = (
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor"
+        " %}<|im_start|>assistant"
+    )
+    told = [
+        {"role": "system", "content": "rules"},
+        {"role": "user", "content": "lake"},
+        {"role": "assistant", "content": "Left"},
+    ]
     for shown, options in ((False, {"chat_template": template}), (True, {})):
         source = HfModelSource(None, ModelSourceContext(cache=tmp_path, texts=lambda: told))
         folder = source.prepare({"recipe": {"hidden_size": 16, "num_heads": 2, "num_layers": 1, **options}})

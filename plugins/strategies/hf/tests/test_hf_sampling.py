@@ -17,7 +17,8 @@ def rules(count: int, seeds: list[int] | None = None, **args: float) -> Rules:
 
 
 def reference_distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """By hand in float64: temperature, then the k best, then the fewest of those whose mass reaches top_p; ties go to the smaller id."""
+    """By hand in float64: temperature, then the k best, then the fewest of those whose mass reaches top_p; ties go to
+    the smaller id."""
     weights = np.exp((logits - logits.max()).astype(np.float64) / temperature)
     weights /= weights.sum()
     ranked = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
@@ -38,7 +39,9 @@ def reference_distribution(logits: np.ndarray, temperature: float, top_k: int, t
 def test_frequencies_are_those_of_the_truncated_distribution(temperature: float, top_k: int, top_p: float) -> None:
     logits = np.random.default_rng(1).normal(0, 1.5, 12).astype(np.float32)
     count = 20000
-    tokens, logprobs = draw(torch.from_numpy(logits).expand(count, -1), rules(count, temperature=temperature, top_k=top_k, top_p=top_p), 0)
+    tokens, logprobs = draw(
+        torch.from_numpy(logits).expand(count, -1), rules(count, temperature=temperature, top_k=top_k, top_p=top_p), 0
+    )
     expected = reference_distribution(logits, temperature, top_k, top_p)
     seen = np.bincount(tokens, minlength=12) / count
     assert set(np.flatnonzero(seen)) <= set(np.flatnonzero(expected))
@@ -61,10 +64,19 @@ def test_what_truncation_keeps_is_what_the_slow_reference_keeps(levels: list[int
 
 def test_greedy_is_argmax_with_the_log_prob_at_temperature_one_beside_sampling_rows() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 0.0, 0.0], [0.0, 0.0, 9.0]])
-    mixed = Rules.of([GeneratingArgs(temperature=0, top_k=2, top_p=0.1), GeneratingArgs(temperature=0), GeneratingArgs(temperature=0.5)], [1, 2, 3])
+    mixed = Rules.of(
+        [
+            GeneratingArgs(temperature=0, top_k=2, top_p=0.1),
+            GeneratingArgs(temperature=0),
+            GeneratingArgs(temperature=0.5),
+        ],
+        [1, 2, 3],
+    )
     tokens, logprobs = draw(logits, mixed, 0)
     assert tokens.tolist() == [1, 0, 2]
-    np.testing.assert_allclose(logprobs, [2 - np.log(1 + np.e**2 + np.e), 5 - np.log(2 + np.e**5), 18 - np.log(2 + np.e**18)], atol=1e-6)
+    np.testing.assert_allclose(
+        logprobs, [2 - np.log(1 + np.e**2 + np.e), 5 - np.log(2 + np.e**5), 18 - np.log(2 + np.e**18)], atol=1e-6
+    )
     assert draw(logits, mixed, 0)[0].tolist() == tokens.tolist()
 
 
@@ -89,7 +101,8 @@ def test_uniform_numbers_belong_to_seed_and_position_alone_and_are_uniform() -> 
 
 
 def test_splitmix64_gives_its_published_numbers() -> None:
-    # The state that _mixed(seed + golden) reaches for seed 0 starts the sequence that the reference implementation gives for it.
+    # The state that _mixed(seed + golden) reaches for seed 0 starts the sequence that the reference implementation
+    # gives for it.
     mask = 2**64 - 1
 
     def reference(state: int) -> int:

@@ -35,7 +35,12 @@ def picture(seed: int, height: int, width: int) -> np.ndarray:
 
 
 def asked(text: str, *images: np.ndarray) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]}]
+    return [
+        {
+            "role": "user",
+            "content": [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}],
+        }
+    ]
 
 
 def test_an_image_becomes_as_many_tokens_as_the_model_sees(seeing: Path) -> None:
@@ -77,12 +82,22 @@ def test_text_parts_alone_and_image_tokens_in_text(seeing: Path, folder: Path) -
 
 def request_of(chat: HfChat, seed: int, *images: np.ndarray) -> Request:
     args = GeneratingArgs(max_new_tokens=6, temperature=TEMPERATURE)
-    return Request(seed=seed, args=args, max_new_tokens=6, order=(0, seed), ids=chat.render(asked("Which way?", *images), images), images=images)
+    return Request(
+        seed=seed,
+        args=args,
+        max_new_tokens=6,
+        order=(0, seed),
+        ids=chat.render(asked("Which way?", *images), images),
+        images=images,
+    )
 
 
 def sampled(seeing: Path, requests: list[Request], **changes: Any) -> list[Generation]:
     async def main() -> list[Generation]:
-        backend = HfBackend(HfConfig(), InferenceContext(model=seeing, chat=HfChat(seeing), dtype="fp32", sequence_length=128, **changes))
+        backend = HfBackend(
+            HfConfig(),
+            InferenceContext(model=seeing, chat=HfChat(seeing), dtype="fp32", sequence_length=128, **changes),
+        )
         try:
             backend.live(len(requests))
             return list(await asyncio.gather(*map(backend.generate, requests)))

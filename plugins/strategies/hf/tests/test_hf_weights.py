@@ -69,7 +69,9 @@ def _reshape(weights: dict[str, torch.Tensor]) -> None:
         (_reshape, r"have 'model\.norm\.weight' of shape \(3,\), the model's is \(32,\)"),
     ],
 )
-def test_a_wrong_folder_changes_nothing(make: Callable[..., Path], tmp_path: Path, harm: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_a_wrong_folder_changes_nothing(
+    make: Callable[..., Path], tmp_path: Path, harm: Callable[[dict[str, Any]], None], message: str
+) -> None:
     model = load_causal_lm(make(), "fp32", "sdpa")
     before = state(model)
     weights = load_file(make(seed=8) / "model.safetensors")
@@ -89,7 +91,14 @@ def test_a_folder_without_weights_or_cut_short_is_refused(make: Callable[..., Pa
         load_into(model, tmp_path)
 
 
-SIZES = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES = {
+    "vocab_size": 30,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 def build(config: Any, attention: str = "sdpa") -> Any:
@@ -179,9 +188,18 @@ def test_experts_of_a_layer_that_files_share_out_are_read_together(pair: Any, tm
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        ({"3.up_proj": None}, r"lack 1 of the model's tensors, such as 'model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight'"),
-        ({"gate_proj": None, "up_proj": None}, r"lack 8 of the model's tensors, such as 'model\.layers\.1\.mlp\.experts\.0\.gate_proj\.weight'"),
-        ({"2.down_proj": torch.ones(3)}, r"'model\.layers\.1\.mlp\.experts\.2\.down_proj\.weight' of shape \(3,\), the model"),
+        (
+            {"3.up_proj": None},
+            r"lack 1 of the model's tensors, such as 'model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight'",
+        ),
+        (
+            {"gate_proj": None, "up_proj": None},
+            r"lack 8 of the model's tensors, such as 'model\.layers\.1\.mlp\.experts\.0\.gate_proj\.weight'",
+        ),
+        (
+            {"2.down_proj": torch.ones(3)},
+            r"'model\.layers\.1\.mlp\.experts\.2\.down_proj\.weight' of shape \(3,\), the model",
+        ),
     ],
 )
 def test_experts_that_are_missing_or_of_another_shape_are_told_by_the_name_of_one(
@@ -206,6 +224,10 @@ def test_experts_that_are_missing_or_of_another_shape_are_told_by_the_name_of_on
 def test_experts_that_come_in_several_buckets_are_refused(pair: Any) -> None:
     model, _, saved = pair
     with pytest.raises(
-        EngineError, match=r"lack 3 of the model's tensors, such as '.*experts\.1\.down_proj\.weight' beside '.*experts\.0\.down_proj\.weight'"
+        EngineError,
+        match=(
+            r"lack 3 of the model's tensors, such as '.*experts\.1\.down_proj\.weight' beside"
+            r" '.*experts\.0\.down_proj\.weight'"
+        ),
     ):
         stream_into(model, [[(name, saved[name])] for name in sorted(saved)])

@@ -26,12 +26,25 @@ RATES = (1e-3, 8e-4, 2e-3, 5e-4, 1e-3)
 
 
 def make_model(folder: Path, family: str = "qwen2", tied: bool = True, seed: int = 0, **changes: Any) -> Path:
-    """A random model in fp32, larger weights than usual so that mistakes show: 2 layers, 4 heads in 2 groups, an odd vocabulary."""
+    """A random model in fp32, larger weights than usual so that mistakes show: 2 layers, 4 heads in 2 groups, an odd
+    vocabulary."""
     options: dict[str, Any] = {"head_dim": 16} if family in ("qwen3", "qwen3_moe") else {}
     if family == "qwen3_moe":  # a dense layer before one of four experts
-        options |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [0]}
+        options |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        }
     if family == "llama":
-        scaled = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        scaled = {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        }
         options["rope_parameters"] = {**scaled, "original_max_position_embeddings": 16}
     config = AutoConfig.for_model(
         family,
@@ -103,7 +116,9 @@ def make_rows(seed: int, samples: int) -> Rows:
 
 def five_updates(entropy_coef: float = 0.02) -> list[Update]:
     """Updates with different numbers of samples, and so of micro-batches."""
-    return [Update(make_rows(seed, n), lr, entropy_coef=entropy_coef) for seed, (n, lr) in enumerate(zip(COUNTS, RATES))]
+    return [
+        Update(make_rows(seed, n), lr, entropy_coef=entropy_coef) for seed, (n, lr) in enumerate(zip(COUNTS, RATES))
+    ]
 
 
 def context_of(folder: Path, **changes: Any) -> TrainContext:
@@ -137,7 +152,8 @@ def plain_log_probs(model: torch.nn.Module, rows: Rows, temperature: float = 0.7
 
 
 def checkpoint_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict under the names of checkpoints: transformers holds a layer's experts as one tensor, files hold them one by one."""
+    """A state dict under the names of checkpoints: transformers holds a layer's experts as one tensor, files hold them
+    one by one."""
     out = {}
     for name, tensor in state.items():
         layer, _, part = name.rpartition(".")
@@ -145,7 +161,11 @@ def checkpoint_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
             out[name] = tensor
             continue
         for number, expert in enumerate(tensor):
-            parts = {"gate_proj": expert[: len(expert) // 2], "up_proj": expert[len(expert) // 2 :]} if part == "gate_up_proj" else {part: expert}
+            parts = (
+                {"gate_proj": expert[: len(expert) // 2], "up_proj": expert[len(expert) // 2 :]}
+                if part == "gate_up_proj"
+                else {part: expert}
+            )
             out |= {f"{layer}.{number}.{key}.weight": value for key, value in parts.items()}
     return out
 
@@ -157,7 +177,11 @@ def plain_training(folder: Path, updates: list[Update]) -> dict[str, Any]:
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-6)
-    out: dict[str, Any] = {"losses": [], "norms": [], "before": checkpoint_names({name: p.clone() for name, p in model.state_dict().items()})}
+    out: dict[str, Any] = {
+        "losses": [],
+        "norms": [],
+        "before": checkpoint_names({name: p.clone() for name, p in model.state_dict().items()}),
+    }
     for update in updates:
         coef, advantages = (torch.from_numpy(update.rows.columns[name]).float() for name in ("coef", "advantages"))
         log_probs, entropies = plain_log_probs(model, update.rows)
@@ -178,7 +202,9 @@ def start_ranks(folder: Path, size: int, cases: Mapping[str, dict[str, Any]]) ->
     given = {name: {**case, "ports": ports[3 * n : 3 * n + 3]} for n, (name, case) in enumerate(cases.items())}
     (folder / "cases.pkl").write_bytes(pickle.dumps(given))
     command = [sys.executable, str(WORKER), str(folder)]
-    codes, said = run_ranks(lambda rank: [*command, str(rank), str(size)], size, folder, environment={"OMP_NUM_THREADS": "1"}, timeout=600)
+    codes, said = run_ranks(
+        lambda rank: [*command, str(rank), str(size)], size, folder, environment={"OMP_NUM_THREADS": "1"}, timeout=600
+    )
     assert codes == [0] * size, said
     return [pickle.loads((folder / f"told-{rank}.pkl").read_bytes()) for rank in range(size)]
 

@@ -34,7 +34,8 @@ def updated(strategy: MegatronStrategy, updates: list[Update]) -> list[UpdateRes
 
 
 def skipped(strategy: MegatronStrategy, update: Update) -> tuple[UpdateResult, bool]:
-    """What an update reports for which the last data parallel rank alone has a loss that is not finite, and whether the weights stay."""
+    """What an update reports for which the last data parallel rank alone has a loss that is not finite, and whether the
+    weights stay."""
     before, rows = weights(strategy), share(update.rows, strategy)
     rank, size = strategy.data_parallel
     if rank == size - 1:
@@ -67,11 +68,17 @@ def sent(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
 
 def run(case: dict[str, Any], rank: int, size: int, folder: Path) -> dict[str, Any]:
     config = MegatronConfig(**case.get("config", {}))
-    contexts: list[TrainContext] = [evolve(case["context"], ranks=Ranks(rank, size, rank, f"127.0.0.1:{port}")) for port in case["ports"]]
+    contexts: list[TrainContext] = [
+        evolve(case["context"], ranks=Ranks(rank, size, rank, f"127.0.0.1:{port}")) for port in case["ports"]
+    ]
     context = contexts[0]
     strategy = MegatronStrategy(config, context)
     told: dict[str, Any] = {"data_parallel": strategy.data_parallel, "weights": weights(strategy)}
-    groups = [group for group in torch.distributed.distributed_c10d._world.pg_map if group != torch.distributed.GroupMember.NON_GROUP_MEMBER]
+    groups = [
+        group
+        for group in torch.distributed.distributed_c10d._world.pg_map
+        if group != torch.distributed.GroupMember.NON_GROUP_MEMBER
+    ]
     told["waits"] = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
     given = case["updates"]
     if "rows" in case:
@@ -81,7 +88,9 @@ def run(case: dict[str, Any], rank: int, size: int, folder: Path) -> dict[str, A
         told["skipped"] = skipped(strategy, given[0])
     told["results"] = updated(strategy, given[:3])
     told["objectives"] = {}
-    for name, objective in case.get("objectives", {}).items():  # one group for all of them: its port may be another's by now
+    for name, objective in case.get(
+        "objectives", {}
+    ).items():  # one group for all of them: its port may be another's by now
         strategy.context, strategy.loss = evolve(strategy.context, objective=objective), build_loss(objective)
         told["objectives"][name] = updated(strategy, case["silent"])
     if case.get("resume"):

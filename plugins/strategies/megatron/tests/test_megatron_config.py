@@ -17,18 +17,27 @@ from turnwise_megatron.strategy import MegatronStrategy
 
 def config(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, **more: Any) -> MegatronConfig:
     return MegatronConfig(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp, expert_model_parallel_size=ep, **more
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        **more,
     )
 
 
-@pytest.mark.parametrize(("sizes", "world", "data"), [((1, 1, 1), 4, 4), ((2, 1, 1), 16, 8), ((2, 2, 2), 16, 2), ((2, 2, 1, 4), 16, 4)])
+@pytest.mark.parametrize(
+    ("sizes", "world", "data"), [((1, 1, 1), 4, 4), ((2, 1, 1), 16, 8), ((2, 2, 2), 16, 2), ((2, 2, 1, 4), 16, 4)]
+)
 def test_the_data_parallel_size_is_what_model_parallelism_leaves(sizes: tuple[int, ...], world: int, data: int) -> None:
     assert config(*sizes).data_parallel_size(world) == data
 
 
 @pytest.mark.parametrize(
     ("sizes", "text"),
-    [((4, 1, 1), "6 devices are not divisible by tensor"), ((1, 1, 1, 4), "6 devices of a pipeline stage are not divisible by expert_model")],
+    [
+        ((4, 1, 1), "6 devices are not divisible by tensor"),
+        ((1, 1, 1, 4), "6 devices of a pipeline stage are not divisible by expert_model"),
+    ],
 )
 def test_devices_that_cannot_be_divided_are_an_error(sizes: tuple[int, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):
@@ -54,7 +63,9 @@ def test_the_names_of_the_field_answer() -> None:
 
 
 def test_what_needs_no_engine_is_checked_without_it() -> None:
-    context = TrainContext(model=Path("m"), role="actor_train", objective=Objective(LossChoice("vanilla")), devices=tuple(range(4)))
+    context = TrainContext(
+        model=Path("m"), role="actor_train", objective=Objective(LossChoice("vanilla")), devices=tuple(range(4))
+    )
     assert MegatronStrategy.check(config(tp=2, pp=2), context) == []
     (line,) = map(str, MegatronStrategy.check(config(tp=3), context))
     assert line.startswith("$.actor_train.device_mapping: 4 devices are not divisible by tensor_model_parallel_size 3")
@@ -65,7 +76,10 @@ def test_what_needs_no_engine_is_checked_without_it() -> None:
     ]
 
 
-@pytest.mark.parametrize(("wrong", "text"), [({"betas": [0.9]}, "betas must be two"), ({"eps": 0.0}, "eps"), ({"logits_chunk": -1}, "logits_chunk")])
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [({"betas": [0.9]}, "betas must be two"), ({"eps": 0.0}, "eps"), ({"logits_chunk": -1}, "logits_chunk")],
+)
 def test_the_options_of_adamw_are_checked(wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         MegatronConfig(**wrong)
@@ -73,8 +87,12 @@ def test_the_options_of_adamw_are_checked(wrong: dict[str, Any], text: str) -> N
 
 def test_a_models_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is asked says yes."""
-    (tmp_path / "config.json").write_text('{"model_type": "own_code", "auto_map": {"AutoConfig": "own_code.Own"}}', encoding="utf-8")
-    (tmp_path / "own_code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: ...\n", encoding="utf-8")
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "own_code", "auto_map": {"AutoConfig": "own_code.Own"}}', encoding="utf-8"
+    )
+    (tmp_path / "own_code.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: ...\n", encoding="utf-8"
+    )
     monkeypatch.setattr("builtins.input", lambda _: "y")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     with pytest.raises(CheckpointError, match=r"no architecture that transformers has\. Fix: another pretrain"):

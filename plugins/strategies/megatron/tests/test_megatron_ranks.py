@@ -1,4 +1,5 @@
-"""Two and four gloo ranks of the real Megatron: five updates against plain torch under each parallel form, resume, streams, exports."""
+"""Two and four gloo ranks of the real Megatron: five updates against plain torch under each parallel form, resume,
+streams, exports."""
 
 from __future__ import annotations
 
@@ -57,7 +58,13 @@ def trained(lab: Any, folder: Path, size: int, forms: dict[str, Any], **more: An
     models = {name: lab.make_model(folder / f"model-{name}", family, tied) for name, (family, tied, _) in forms.items()}
     updates, rows = lab.five_updates(), lab.make_rows(11, 6)
     cases = {
-        name: {"context": lab.context_of(models[name]), "updates": updates, "rows": rows, "config": {**ADAM, **config}, **more.get(name, {})}
+        name: {
+            "context": lab.context_of(models[name]),
+            "updates": updates,
+            "rows": rows,
+            "config": {**ADAM, **config},
+            **more.get(name, {}),
+        }
         for name, (_, _, config) in forms.items()
     }
     told = lab.start_ranks(folder, size, cases)
@@ -113,7 +120,9 @@ def check_training(run: dict[str, Any], name: str) -> None:
     for key, expected in plain["after"].items():
         np.testing.assert_allclose(after[key], expected, atol=1e-4, rtol=0, err_msg=key)
         if "embed" not in key and "lm_head" not in key:
-            assert (expected - plain["before"][key]).abs().max() > 1e-3, f"{key} did not move, so the comparison says nothing"
+            assert (expected - plain["before"][key]).abs().max() > 1e-3, (
+                f"{key} did not move, so the comparison says nothing"
+            )
     for told in run["told"]:  # every process of a data parallel rank gets the whole answer
         mine = ranks[told[name]["data_parallel"][0]]
         assert [r.loss for r in told[name]["results"]] == [r.loss for r in mine["results"]]
@@ -181,12 +190,17 @@ def test_an_export_is_a_folder_that_transformers_loads(lab: Any, two: dict[str, 
     after = two["told"][0][name]["after"]
     assert all(torch.equal(tensor, after[key]) for key, tensor in lab.checkpoint_names(model.state_dict()).items())
     assert (folder / "tokenizer.json").is_file()
-    assert ("lm_head.weight" in load_file(folder / "model.safetensors")) == (name == "expert")  # tied: the embedding serves
+    assert ("lm_head.weight" in load_file(folder / "model.safetensors")) == (
+        name == "expert"
+    )  # tied: the embedding serves
 
 
 def test_ranks_that_share_experts_send_each_layer_whole(lab: Any, two: dict[str, Any]) -> None:
     order = [_layer(name) for name in two["told"][0]["expert"]["sent"]]
-    assert [layer for layer, before in zip(order, [None, *order]) if layer != before and layer is not None] == ["0", "1"]
+    assert [layer for layer, before in zip(order, [None, *order]) if layer != before and layer is not None] == [
+        "0",
+        "1",
+    ]
 
 
 def _layer(name: str) -> str | None:
@@ -205,7 +219,9 @@ def test_five_updates_of_four_ranks_are_those_of_plain_torch(lab: Any, four: dic
 def test_an_export_of_four_ranks_is_the_model(lab: Any, four: dict[str, Any], name: str) -> None:
     told = four["told"][0][name]
     model = AutoModelForCausalLM.from_pretrained(four["folder"] / name / "export", dtype=torch.float32)
-    assert all(torch.equal(tensor, told["after"][key]) for key, tensor in lab.checkpoint_names(model.state_dict()).items())
+    assert all(
+        torch.equal(tensor, told["after"][key]) for key, tensor in lab.checkpoint_names(model.state_dict()).items()
+    )
     assert told["sent"].keys() == told["after"].keys()
     assert all(torch.equal(told["sent"][key], tensor) for key, tensor in told["after"].items())
 
@@ -221,24 +237,45 @@ def aggregated(update: Update) -> list[Update]:
     columns = update.rows.columns
     owner, rows = columns["sample"], np.arange(len(update.rows))
     first, lengths = np.unique(owner, return_index=True)[1], np.bincount(owner)
-    made = [token_coefficients(mode, "trajectory", rows, columns["trajectory"][first], columns["weight"][first], lengths, 30.0) for mode in MODES]
+    made = [
+        token_coefficients(
+            mode, "trajectory", rows, columns["trajectory"][first], columns["weight"][first], lengths, 30.0
+        )
+        for mode in MODES
+    ]
     return [evolve(update, rows=evolve(update.rows, columns={**columns, "coef": coef[owner]}), lr=0.0) for coef in made]
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("config", [SEQUENCE, {"context_parallel_size": 2}, PIPELINE, {}], ids=["sequence", "context", "pipeline", "data"])
-def test_every_loss_under_every_aggregation_is_the_same_objective(lab: Any, qwen2: Path, tmp_path: Path, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "config", [SEQUENCE, {"context_parallel_size": 2}, PIPELINE, {}], ids=["sequence", "context", "pipeline", "data"]
+)
+def test_every_loss_under_every_aggregation_is_the_same_objective(
+    lab: Any, qwen2: Path, tmp_path: Path, config: dict[str, Any]
+) -> None:
     names = [entry.name for entry in registry().entries("policy_loss") if entry.distribution == "turnwise-losses"]
     updates = aggregated(lab.five_updates()[0])
-    objectives = {f"{name}-{ratio}": Objective(LossChoice(name), ratio_type=ratio) for name in names for ratio in ("token", "segment")}
-    case = {"context": lab.context_of(qwen2), "updates": [], "silent": updates, "objectives": objectives, "config": config}
+    objectives = {
+        f"{name}-{ratio}": Objective(LossChoice(name), ratio_type=ratio)
+        for name in names
+        for ratio in ("token", "segment")
+    }
+    case = {
+        "context": lab.context_of(qwen2),
+        "updates": [],
+        "silent": updates,
+        "objectives": objectives,
+        "config": config,
+    }
     told = lab.start_ranks(tmp_path, 2, {"losses": case})
     for name, objective in objectives.items():
         plain = TorchStrategy(TorchConfig(), lab.context_of(qwen2, objective=objective))
         parts = zip(*(each["objectives"][name] for each in by_data_rank({"told": told}, "losses")))
         for mode, update, got in zip(MODES, updates, map(merge_results, parts), strict=True):
             expected, where = plain.update(update), f"{name} {mode}"
-            np.testing.assert_allclose([got.loss, got.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-4, atol=1e-6, err_msg=where)
+            np.testing.assert_allclose(
+                [got.loss, got.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-4, atol=1e-6, err_msg=where
+            )
             for key, pair in expected.sums.items():
                 np.testing.assert_allclose(got.sums[key], pair, rtol=1e-4, atol=1e-5, err_msg=f"{where} {key}")
 
@@ -246,21 +283,45 @@ def test_every_loss_under_every_aggregation_is_the_same_objective(lab: Any, qwen
 @pytest.mark.matrix
 def test_experts_in_bf16_have_nearly_the_gradients_of_fp32_and_resume_exactly(lab: Any, tmp_path: Path) -> None:
     model, updates = lab.make_model(tmp_path / "model", "qwen3_moe", False), lab.five_updates()
-    case = {"context": lab.context_of(model, dtype="bf16"), "updates": updates, "config": {**ADAM, **EXPERT}, "sent": True}
+    case = {
+        "context": lab.context_of(model, dtype="bf16"),
+        "updates": updates,
+        "config": {**ADAM, **EXPERT},
+        "sent": True,
+    }
     told = lab.start_ranks(tmp_path, 2, {"bf16": {**case, "resume": True, "other": {}}})
-    np.testing.assert_allclose([r.grad_norm for r in told[1]["bf16"]["results"]], lab.plain_training(model, updates)["norms"], rtol=0.05)
+    np.testing.assert_allclose(
+        [r.grad_norm for r in told[1]["bf16"]["results"]], lab.plain_training(model, updates)["norms"], rtol=0.05
+    )
     check_resuming({"told": told}, "bf16")
     first = told[0]["bf16"]
-    assert all(tensor.dtype == torch.bfloat16 and torch.equal(first["sent"][key], tensor) for key, tensor in first["after"].items())
+    assert all(
+        tensor.dtype == torch.bfloat16 and torch.equal(first["sent"][key], tensor)
+        for key, tensor in first["after"].items()
+    )
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("config", [SEQUENCE, {"context_parallel_size": 2}, PIPELINE, EXPERT], ids=["sequence", "context", "pipeline", "expert"])
-def test_a_critic_on_two_ranks_is_that_of_strategy_torch(lab: Any, qwen2: Path, tmp_path: Path, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [SEQUENCE, {"context_parallel_size": 2}, PIPELINE, EXPERT],
+    ids=["sequence", "context", "pipeline", "expert"],
+)
+def test_a_critic_on_two_ranks_is_that_of_strategy_torch(
+    lab: Any, qwen2: Path, tmp_path: Path, config: dict[str, Any]
+) -> None:
     model = lab.make_model(tmp_path / "model", "qwen3_moe", False) if config is EXPERT else qwen2
-    context = lab.context_of(model, role="critic", head="value", objective=Objective(LossChoice("vanilla"), value_clip=0.2))
+    context = lab.context_of(
+        model, role="critic", head="value", objective=Objective(LossChoice("vanilla"), value_clip=0.2)
+    )
     updates = lab.five_updates()
-    case = {"context": context, "updates": updates, "config": {**ADAM, **config}, "rows": lab.make_rows(11, 6), "exported": True}
+    case = {
+        "context": context,
+        "updates": updates,
+        "config": {**ADAM, **config},
+        "rows": lab.make_rows(11, 6),
+        "exported": True,
+    }
     told = lab.start_ranks(tmp_path, 2, {"critic": case})
     critic = TorchStrategy(TorchConfig(**ADAM), context)
     results = [critic.update(update) for update in updates]

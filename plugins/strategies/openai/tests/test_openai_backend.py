@@ -72,12 +72,20 @@ def failure(url: str, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_messages_and_generating_arguments_are_sent_and_the_text_comes_back(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_and_generating_arguments_are_sent_and_the_text_comes_back(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("A_KEY", "secret")
     endpoint = serve(lambda told: (200, said("Left")))
     request = ask(temperature=0.5, top_p=0.9, top_k=7, stop_strings=("\n",))
     answer = one(endpoint.url, request, api_key_env="A_KEY", extra_body={"user": "me"})
-    assert (answer.text, answer.ids, answer.logprobs, answer.versions, answer.finish) == ("Left", None, None, None, "stop")
+    assert (answer.text, answer.ids, answer.logprobs, answer.versions, answer.finish) == (
+        "Left",
+        None,
+        None,
+        None,
+        "stop",
+    )
     ((path, headers, told),) = endpoint.seen
     assert path == "/v1/chat/completions"
     assert headers["Authorization"] == "Bearer secret"
@@ -142,9 +150,19 @@ def test_what_may_pass_is_tried_again(serve: Serve) -> None:
     ("status", "content", "times", "told"),
     [
         (401, {"error": {"message": "bad key"}}, 1, r"answered 401 for model 'm': bad key. Fix: check the key in"),
-        (404, {"error": {"message": "The model `m` does not exist"}}, 1, "does not exist. Fix: check model 'm' and base_url"),
+        (
+            404,
+            {"error": {"message": "The model `m` does not exist"}},
+            1,
+            "does not exist. Fix: check model 'm' and base_url",
+        ),
         (400, {"object": "error", "message": "too long"}, 1, "answered 400 for model 'm': too long."),
-        (429, {"error": {"message": "quota"}}, 3, "quota. Fix: lower max_concurrency, or raise max_retries and retry_wait, 3 times"),
+        (
+            429,
+            {"error": {"message": "quota"}},
+            3,
+            "quota. Fix: lower max_concurrency, or raise max_retries and retry_wait, 3 times",
+        ),
         (503, b"<html>\nbusy</html>", 3, "answered 503 for model 'm': <html> busy</html>., 3 times"),
         (200, b"<html>", 1, "does not speak JSON: '<html>'. Fix: correct base_url"),
         (200, {"choices": []}, 1, "the endpoint's answer of Lake holds no choice"),
@@ -158,7 +176,10 @@ def test_a_refusal_ends_in_one_line(serve: Serve, status: int, content: Any, tim
 
 def test_an_endpoint_that_is_slow_or_not_there_is_told(serve: Serve) -> None:
     endpoint = serve(lambda told: (time.sleep(0.5), (200, said("x")))[1])
-    assert failure(endpoint.url, timeout=0.05, max_retries=1) == f"{endpoint.url} did not answer within timeout = 0.05 s, 2 times"
+    assert (
+        failure(endpoint.url, timeout=0.05, max_retries=1)
+        == f"{endpoint.url} did not answer within timeout = 0.05 s, 2 times"
+    )
     assert "http://127.0.0.1:9/v1 cannot be reached (ConnectError" in failure("http://127.0.0.1:9/v1", max_retries=0)
 
 

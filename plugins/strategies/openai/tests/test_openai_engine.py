@@ -23,21 +23,37 @@ fixtures = pytest.importorskip("turnwise_sglang.fixtures", reason="turnwise-sgla
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
 EPISODES = 3
 KEY = "TURNWISE_TEST_KEY"
-SMALL = (f"val_env_manager.num_env_groups={EPISODES}", "val_env_manager.generating_args.max_new_tokens=16", "custom_envs.FrozenLake.max_steps=2")
+SMALL = (
+    f"val_env_manager.num_env_groups={EPISODES}",
+    "val_env_manager.generating_args.max_new_tokens=16",
+    "custom_envs.FrozenLake.max_steps=2",
+)
 
 
 def judged(folder: Path, url: str) -> str:
     """What `turnwise eval` prints of the README's YAML with the endpoint at `url`."""
     (folder / "run.yaml").write_text(README, encoding="utf-8")
     options = "actor_infer.strategy_args.strategy_config"
-    command = [sys.executable, "-m", "turnwise.cli.main", "eval", "run.yaml", "--json", f"{options}.model=tiny", f"{options}.base_url={url}", *SMALL]
+    command = [
+        sys.executable,
+        "-m",
+        "turnwise.cli.main",
+        "eval",
+        "run.yaml",
+        "--json",
+        f"{options}.model=tiny",
+        f"{options}.base_url={url}",
+        *SMALL,
+    ]
     command.append(f"{options}.api_key_env={KEY}")
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-def test_sglangs_endpoint_plays_with_ids_and_log_probs_that_are_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglangs_endpoint_plays_with_ids_and_log_probs_that_are_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from turnwise_sglang.config import SglangConfig
     from turnwise_sglang.links import Links
 
@@ -52,7 +68,13 @@ def test_sglangs_endpoint_plays_with_ids_and_log_probs_that_are_the_models(tmp_p
             assert link.server is not None
             monkeypatch.setenv(KEY, link.server.key)
             url = link.api.url
-            options = OpenAIConfig(model="tiny", base_url=f"{url}/v1", api_key_env=KEY, logprobs="scaled", extra_body={"return_token_ids": True})
+            options = OpenAIConfig(
+                model="tiny",
+                base_url=f"{url}/v1",
+                api_key_env=KEY,
+                logprobs="scaled",
+                extra_body={"return_token_ids": True},
+            )
             backend = OpenAIBackend(options, InferenceContext(None, None))
             answer = await backend.generate(request)
             await backend.close()

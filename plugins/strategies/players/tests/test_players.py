@@ -22,7 +22,11 @@ ACTIONS = ("Left", "Down", "Right", "Up")
 
 
 def ask(seed: int, actions: tuple[str, ...] = ACTIONS, content: object = "Where to?") -> Request:
-    messages = ({"role": "system", "content": "You walk."}, {"role": "user", "content": "old"}, {"role": "user", "content": content})
+    messages = (
+        {"role": "system", "content": "You walk."},
+        {"role": "user", "content": "old"},
+        {"role": "user", "content": content},
+    )
     return Request(seed, GeneratingArgs(), 8, messages=messages, actions=actions, tag="Lake")
 
 
@@ -50,7 +54,9 @@ def test_the_random_players_answer_is_a_legal_action_without_ids() -> None:
 
 
 def test_without_legal_actions_the_random_player_says_what_to_do() -> None:
-    with pytest.raises(EngineError, match=r"environment of Lake gave none\. Fix: put the legal texts into info\['actions'\]"):
+    with pytest.raises(
+        EngineError, match=r"environment of Lake gave none\. Fix: put the legal texts into info\['actions'\]"
+    ):
         play(RandomPlayer(None, CONTEXT), ask(0, ()))
 
 
@@ -60,7 +66,15 @@ def test_players_take_messages_and_no_weights() -> None:
 
     async def main() -> None:
         player.live(3)
-        for step in (player.pause(), player.resume(), player.abort(ask(0)), player.sleep(), player.wake("weights"), player.close(), player.close()):
+        for step in (
+            player.pause(),
+            player.resume(),
+            player.abort(ask(0)),
+            player.sleep(),
+            player.wake("weights"),
+            player.close(),
+            player.close(),
+        ):
             await step
         await player.receive(Offer("shared", 4))
 

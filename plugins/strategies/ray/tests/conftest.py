@@ -27,7 +27,12 @@ def cluster() -> Iterator[None]:
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
-        address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", resources={SEAT: SEATS}, object_store_memory=100 * 2**20
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        resources={SEAT: SEATS},
+        object_store_memory=100 * 2**20,
     )
     yield
     ray.shutdown()
@@ -50,7 +55,8 @@ def fresh_registry() -> Iterator[None]:
 
 @pytest.fixture
 def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`place(work, timeout=, **config)`: run `work(runtime)` with a runtime on CPU processes, in a folder of its own, and close it."""
+    """`place(work, timeout=, **config)`: run `work(runtime)` with a runtime on CPU processes, in a folder of its own,
+    and close it."""
     from turnwise.plugins import registry
     from turnwise_ray.config import RayConfig
     from turnwise_ray.runtime import RayRuntime
@@ -61,7 +67,8 @@ def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     def run(work: Callable[[Any], Coroutine[Any, Any, Any]], timeout: float = 60.0, **config: Any) -> Any:
         async def whole() -> Any:
             runtime = RayRuntime(
-                RayConfig(**{"device": "cpu", "start_timeout": 120, **config}), RuntimeContext(timeout, plugins=("turnwise.testing.plugin", FAKES))
+                RayConfig(**{"device": "cpu", "start_timeout": 120, **config}),
+                RuntimeContext(timeout, plugins=("turnwise.testing.plugin", FAKES)),
             )
             try:
                 return await work(runtime)
@@ -82,7 +89,9 @@ def trainer(model: Path) -> Callable[..., TrainPlan]:
         from turnwise.plugins import registry
 
         config = registry().find("train_strategy", "ranked").config_class()(**options)  # type: ignore[misc]
-        return TrainPlan("actor_train", "ranked", config, TrainContext(model, "actor_train"), devices, environment or {})
+        return TrainPlan(
+            "actor_train", "ranked", config, TrainContext(model, "actor_train"), devices, environment or {}
+        )
 
     return plan
 
@@ -91,7 +100,9 @@ def trainer(model: Path) -> Callable[..., TrainPlan]:
 def sampler(model: Path) -> Callable[..., ServePlan]:
     """`sampler(devices, name=)`: a plan of the backend `mortal`, or another."""
 
-    def plan(devices: tuple[int, ...] = (), environment: dict[str, str] | None = None, name: str = "mortal", **options: Any) -> ServePlan:
+    def plan(
+        devices: tuple[int, ...] = (), environment: dict[str, str] | None = None, name: str = "mortal", **options: Any
+    ) -> ServePlan:
         from turnwise.testing.fakes import FakeBackendConfig
 
         context = InferenceContext(model, FakeChat(), weight_sync_timeout=30)

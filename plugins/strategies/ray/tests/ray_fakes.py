@@ -58,11 +58,18 @@ class Ranked(FakeStrategy):
     def facts(self) -> dict[str, Any]:
         """What rank 0 knows of its process."""
         names = ("MARK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "OMP_NUM_THREADS")
-        return {"ranks": self.context.ranks, "devices": self.context.devices, "cwd": os.getcwd(), **{n: os.environ.get(n) for n in names}}
+        return {
+            "ranks": self.context.ranks,
+            "devices": self.context.devices,
+            "cwd": os.getcwd(),
+            **{n: os.environ.get(n) for n in names},
+        }
 
     def write(self, folder: Path) -> None:
         """A file per rank: its own facts and the rows that it saw."""
-        (folder / f"{self.context.ranks.rank}.txt").write_text(f"{self.context.ranks.local_rank} {sum(self.seen)} {os.getpid()}")
+        (folder / f"{self.context.ranks.rank}.txt").write_text(
+            f"{self.context.ranks.local_rank} {sum(self.seen)} {os.getpid()}"
+        )
 
     def misbehave(self, what: str, rank: int) -> None:
         """What `rank` does; the others wait for it as in a collective operation."""
@@ -82,7 +89,8 @@ class Ranked(FakeStrategy):
 
 
 class Noted(FakeStrategy):
-    """The bigram's trainer; what moves it, and what it sends and saves, is noted. It says that it updates, in the log and in print."""
+    """The bigram's trainer; what moves it, and what it sends and saves, is noted. It says that it updates, in the log
+    and in print."""
 
     def update(self, update: Update) -> UpdateResult:
         """One gradient step."""
@@ -143,7 +151,12 @@ class Mortal(FakeBackend):
         _die_once("MORTAL_ENGINE", at=request.seed % 3 == 0)
         generation = await super().generate(request)
         return Generation(
-            generation.text, generation.ids, generation.logprobs, generation.versions, generation.finish, {"pid": os.getpid(), "sum": self._sum()}
+            generation.text,
+            generation.ids,
+            generation.logprobs,
+            generation.versions,
+            generation.finish,
+            {"pid": os.getpid(), "sum": self._sum()},
         )
 
     def _sum(self) -> float:
@@ -151,7 +164,8 @@ class Mortal(FakeBackend):
 
 
 class Losing(FakeBackend):
-    """A sampler whose engine ends once in a method, where there is a file LOSE_ with its name; its process goes on, and tells it of every call."""
+    """A sampler whose engine ends once in a method, where there is a file LOSE_ with its name; its process goes on, and
+    tells it of every call."""
 
     def __init__(self, config: FakeBackendConfig, context: InferenceContext) -> None:
         super().__init__(config, context)
@@ -169,7 +183,9 @@ class Losing(FakeBackend):
         self._perhaps("generate")
         generation = await super().generate(request)
         extras = {"pid": os.getpid(), "sum": float(np.sum(self._weights))}
-        return Generation(generation.text, generation.ids, generation.logprobs, generation.versions, generation.finish, extras)
+        return Generation(
+            generation.text, generation.ids, generation.logprobs, generation.versions, generation.finish, extras
+        )
 
     async def pause(self) -> None:
         """Pause, or tell the end."""
@@ -198,7 +214,8 @@ class Losing(FakeBackend):
 
 
 class MortalEnvironment(FakeEnvironment):
-    """The counting game, which ends its process once at a step (MORTAL_ENVIRONMENT), or stops it (STOPPED_ENVIRONMENT)."""
+    """The counting game, which ends its process once at a step (MORTAL_ENVIRONMENT), or stops it
+    (STOPPED_ENVIRONMENT)."""
 
     def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """One step, or the end."""
@@ -208,7 +225,8 @@ class MortalEnvironment(FakeEnvironment):
 
 
 def _die_once(name: str, at: bool, by: signal.Signals = signal.SIGKILL) -> None:
-    """Send this process a signal at the first of all calls with `at`, in whichever process; the variable names the file by which all know."""
+    """Send this process a signal at the first of all calls with `at`, in whichever process; the variable names the file
+    by which all know."""
     path = os.environ.get(name) or _named(name)
     if not path or not at:
         return

@@ -1,4 +1,5 @@
-"""Several sampling engines behind one backend: where requests go, who has which weights, and what happens when one dies."""
+"""Several sampling engines behind one backend: where requests go, who has which weights, and what happens when one
+dies."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("cluster"), pytest.ma
 
 def ask(member: int, turn: int = 0) -> Request:
     ids = FakeChat().render([{"role": "user", "content": "x"}])
-    return Request(seed=100 * member + turn, args=GeneratingArgs(), max_new_tokens=4, order=(0, 7, member, 0, turn), ids=ids)
+    return Request(
+        seed=100 * member + turn, args=GeneratingArgs(), max_new_tokens=4, order=(0, 7, member, 0, turn), ids=ids
+    )
 
 
 async def sync(role: Any, backend: Any, version: int) -> int:
@@ -85,12 +88,16 @@ def test_requests_of_a_dead_engine_are_answered_by_another_and_it_comes_back_wit
         await until(lambda: len(backend._serving) == 2)
         both = await asyncio.gather(*(backend.generate(ask(m)) for m in range(100, 108)))
         assert len({g.extras["pid"] for g in both}) == 2
-        assert len({g.extras["sum"] for g in [*both, *answers]}) == 1  # the new engine has the trainer's weights, not the folder's
+        assert (
+            len({g.extras["sum"] for g in [*both, *answers]}) == 1
+        )  # the new engine has the trainer's weights, not the folder's
 
     place(work)
 
 
-def test_an_engine_that_comes_back_while_the_trainer_moves_on_waits_for_the_next_weights(place: Any, trainer: Any, sampler: Any) -> None:
+def test_an_engine_that_comes_back_while_the_trainer_moves_on_waits_for_the_next_weights(
+    place: Any, trainer: Any, sampler: Any
+) -> None:
     async def work(runtime: Any) -> None:
         role, backend = await runtime.train(trainer()), await runtime.serve(sampler((0, 1)))
         await sync(role, backend, 1)
@@ -99,10 +106,15 @@ def test_an_engine_that_comes_back_while_the_trainer_moves_on_waits_for_the_next
         os.kill(victim, signal.SIGKILL)
         await until(lambda: len(backend._serving) == 1)
         await until(lambda: len(backend._present()) == 2)
-        assert {g.extras["pid"] for g in await asyncio.gather(*(backend.generate(ask(m)) for m in range(6)))}.isdisjoint({victim})
+        assert {
+            g.extras["pid"] for g in await asyncio.gather(*(backend.generate(ask(m)) for m in range(6)))
+        }.isdisjoint({victim})
         assert len(backend._serving) == 1
         assert await sync(role, backend, 2) == 2
-        assert len({g.extras["sum"] for g in await asyncio.gather(*(backend.generate(ask(m)) for m in range(200, 206)))}) == 1
+        assert (
+            len({g.extras["sum"] for g in await asyncio.gather(*(backend.generate(ask(m)) for m in range(200, 206)))})
+            == 1
+        )
         assert len(backend._serving) == 2
 
     place(work)
@@ -114,7 +126,9 @@ def test_engines_that_die_too_often_end_the_requests_with_the_cause(place: Any, 
         await sync(role, backend, 1)
         victim = (await backend.generate(ask(0))).extras["pid"]
         os.kill(victim, signal.SIGKILL)
-        with pytest.raises(EngineError, match=r"actor_infer\.0 died more than max_restarts: 0 times\. Last cause: .*raise max_restarts") as caught:
+        with pytest.raises(
+            EngineError, match=r"actor_infer\.0 died more than max_restarts: 0 times\. Last cause: .*raise max_restarts"
+        ) as caught:
             await asyncio.gather(*(many(backend) for _ in range(3)))
         assert "\n" not in str(caught.value)
 
@@ -207,7 +221,10 @@ def test_engines_that_end_too_often_are_told_like_those_that_die(place: Any, tra
         role, backend = await runtime.train(trainer()), await runtime.serve(sampler((), name="losing"))
         await sync(role, backend, 1)
         lose("generate")
-        with pytest.raises(EngineError, match=r"max_restarts: 0 times\. Last cause: the engine ran out of steam\. Fix: more coal\. Fix: look"):
+        with pytest.raises(
+            EngineError,
+            match=r"max_restarts: 0 times\. Last cause: the engine ran out of steam\. Fix: more coal\. Fix: look",
+        ):
             await backend.generate(ask(0))
 
     place(work, max_restarts=0)

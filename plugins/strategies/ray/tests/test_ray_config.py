@@ -19,7 +19,14 @@ def test_the_defaults_start_a_cluster_of_this_machine() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"start_timeout": 0}, {"env_worker_timeout": 0}, {"env_workers": -1}, {"max_restarts": -1}, {"cpus_per_process": -1}, {"object_store_mb": 1}],
+    [
+        {"start_timeout": 0},
+        {"env_worker_timeout": 0},
+        {"env_workers": -1},
+        {"max_restarts": -1},
+        {"cpus_per_process": -1},
+        {"object_store_mb": 1},
+    ],
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
@@ -37,22 +44,29 @@ def test_numbers_out_of_range_are_refused(options: dict[str, float]) -> None:
         ({"address": "auto", "device": "gpu"}, 0, 1),
     ],
 )
-def test_gpus_of_a_role_that_names_none(options: dict[str, str], there: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_a_role_that_names_none(
+    options: dict[str, str], there: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(config, "visible_gpus", lambda: there)
     assert RayConfig(**options).capabilities.least_devices == expected  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("options", "here"), [({}, True), ({"device": "gpu"}, True), ({"device": "cpu"}, False), ({"address": "auto"}, False)])
+@pytest.mark.parametrize(
+    ("options", "here"),
+    [({}, True), ({"device": "gpu"}, True), ({"device": "cpu"}, False), ({"address": "auto"}, False)],
+)
 def test_device_mapping_names_gpus_of_this_machine_or_not(options: dict[str, str], here: bool) -> None:
     assert RayConfig(**options).capabilities.counts_devices == here  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("sizes", "expected"), [({}, [[0], [1], [2], [3]]), ({"devices_per_engine": 2}, [[0, 1], [2, 3]])])
+@pytest.mark.parametrize(
+    ("sizes", "expected"), [({}, [[0], [1], [2], [3]]), ({"devices_per_engine": 2}, [[0, 1], [2, 3]])]
+)
 def test_a_server_of_several_copies_is_one_engine(sizes: dict[str, int], expected: list[list[int]]) -> None:
     pytest.importorskip("ray", reason="ray is not installed")
-    from turnwise_ray.backend import _parts
+    from turnwise_ray.members import parts
 
     config = SimpleNamespace(capabilities=BackendCapabilities(data_parallel_size=lambda world: world, **sizes))
     plan: Any = SimpleNamespace(devices=(0, 1, 2, 3), role="actor_infer", implementation="x", config=config)
     seats: Any = [0, 1, 2, 3]
-    assert _parts(plan, seats) == expected
+    assert parts(plan, seats) == expected

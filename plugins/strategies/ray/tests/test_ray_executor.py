@@ -16,7 +16,7 @@ from turnwise.config.schema import Choice
 from turnwise.contracts.env_manager import Limits, ManagerContext
 from turnwise.contracts.rollout import EpisodeSpec, RolloutResult, RolloutSettings, TagPlan, WorkerLost
 from turnwise.errors import EngineError, EnvironmentFailure
-from turnwise.planning.assembly import EnvironmentBuilder, ManagerBuilder
+from turnwise.planning.builders import EnvironmentBuilder, ManagerBuilder
 from turnwise.rollout import Scheduler
 from turnwise.testing.fake_model import FakeChat
 from turnwise.testing.fakes import FakeEnvManager
@@ -87,7 +87,9 @@ def same(one: RolloutResult, other: RolloutResult) -> None:
         pytest.param(SETTINGS, {"fails": "nan", "fails_every": 3}, marks=pytest.mark.matrix),
     ],
 )
-def test_workers_play_the_same_episodes_as_the_driver(place: Any, trainer: Any, sampler: Any, settings: RolloutSettings, options: Any) -> None:
+def test_workers_play_the_same_episodes_as_the_driver(
+    place: Any, trainer: Any, sampler: Any, settings: RolloutSettings, options: Any
+) -> None:
     async def work(runtime: Any) -> None:
         backend = await prepared(runtime, trainer, sampler)
         plans = [plan(**options)]
@@ -109,7 +111,9 @@ def test_without_workers_or_for_players_of_the_driver_the_driver_plays(place: An
     place(work)
 
 
-def test_a_lost_worker_is_one_failure_and_its_episodes_are_played_elsewhere(place: Any, trainer: Any, sampler: Any, tmp_path: Path) -> None:
+def test_a_lost_worker_is_one_failure_and_its_episodes_are_played_elsewhere(
+    place: Any, trainer: Any, sampler: Any, tmp_path: Path
+) -> None:
     (tmp_path / "MORTAL_ENVIRONMENT").write_text(str(tmp_path / "died"))
 
     async def work(runtime: Any) -> None:
@@ -130,7 +134,12 @@ def test_a_lost_worker_is_one_failure_and_its_episodes_are_played_elsewhere(plac
 
 
 def test_a_worker_that_answers_no_more_is_replaced_and_its_episodes_are_played_elsewhere(
-    place: Any, trainer: Any, sampler: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    place: Any,
+    trainer: Any,
+    sampler: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("turnwise_ray.environments.WATCH_SECONDS", 0.5)
     (tmp_path / "STOPPED_ENVIRONMENT").write_text(str(tmp_path / "stopped"))
@@ -142,14 +151,18 @@ def test_a_worker_that_answers_no_more_is_replaced_and_its_episodes_are_played_e
         played = await asyncio.wait_for(batch(executor, plans, SETTINGS, backend), 60)
         assert (tmp_path / "stopped").exists()
         assert (played.counts["env_failures"], played.counts["episodes"]) == (1, 12)
-        assert played.failures and all("answered nothing for env_worker_timeout = 4 s" in line for line in played.failures)
+        assert played.failures and all(
+            "answered nothing for env_worker_timeout = 4 s" in line for line in played.failures
+        )
 
     place(work, env_workers=2, env_worker_timeout=4)
     told = next(r.getMessage() for r in caplog.records if "is started again" in r.getMessage())
     assert told.startswith("env_worker.") and " died: it answered nothing for env_worker_timeout = 4 s" in told
 
 
-def test_a_worker_past_max_restarts_is_not_started_for_an_episode_that_waited_for_it(place: Any, trainer: Any, sampler: Any) -> None:
+def test_a_worker_past_max_restarts_is_not_started_for_an_episode_that_waited_for_it(
+    place: Any, trainer: Any, sampler: Any
+) -> None:
     async def work(runtime: Any) -> None:
         backend = await prepared(runtime, trainer, sampler)
         executor = runtime.executor([plan()], SETTINGS, FakeChat(), backend)
@@ -165,7 +178,9 @@ def test_a_worker_past_max_restarts_is_not_started_for_an_episode_that_waited_fo
     place(work, env_workers=1)
 
 
-def test_a_worker_that_comes_up_when_no_engine_ever_will_ends_its_episodes_with_the_cause(place: Any, trainer: Any, sampler: Any) -> None:
+def test_a_worker_that_comes_up_when_no_engine_ever_will_ends_its_episodes_with_the_cause(
+    place: Any, trainer: Any, sampler: Any
+) -> None:
     async def work(runtime: Any) -> None:
         backend = await prepared(runtime, trainer, sampler)
         executor = runtime.executor([plan()], SETTINGS, FakeChat(), backend)
@@ -176,7 +191,9 @@ def test_a_worker_that_comes_up_when_no_engine_ever_will_ends_its_episodes_with_
     place(work, env_workers=1)
 
 
-def test_with_more_episodes_than_rays_own_limit_worker_and_engine_still_answer_everything_else(place: Any, trainer: Any, sampler: Any) -> None:
+def test_with_more_episodes_than_rays_own_limit_worker_and_engine_still_answer_everything_else(
+    place: Any, trainer: Any, sampler: Any
+) -> None:
     async def work(runtime: Any) -> None:
         role, backend = await runtime.train(trainer()), await runtime.serve(sampler(delay=600.0))
         offer = await role.offer("fake", 1, backend.receivers("fake"))
@@ -198,12 +215,16 @@ def test_with_more_episodes_than_rays_own_limit_worker_and_engine_still_answer_e
     place(work, env_workers=1)
 
 
-def test_failures_past_the_rate_end_the_batch_with_the_environments_words(place: Any, trainer: Any, sampler: Any) -> None:
+def test_failures_past_the_rate_end_the_batch_with_the_environments_words(
+    place: Any, trainer: Any, sampler: Any
+) -> None:
     async def work(runtime: Any) -> None:
         backend = await prepared(runtime, trainer, sampler)
         plans = [plan(fails="raise")]
         executor = runtime.executor(plans, SETTINGS, FakeChat(), backend)
-        with pytest.raises(EnvironmentFailure, match=r"Count\.step raised RuntimeError: the fake environment raises at turn 1"):
+        with pytest.raises(
+            EnvironmentFailure, match=r"Count\.step raised RuntimeError: the fake environment raises at turn 1"
+        ):
             await batch(executor, plans, evolve(SETTINGS, max_env_failure_rate=0.2), backend)
 
     place(work, env_workers=1)

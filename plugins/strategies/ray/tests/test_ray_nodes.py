@@ -1,4 +1,5 @@
-"""Two nodes of Ray's own test cluster on this machine: where roles go, how weights get from node to node, and the loss of a node."""
+"""Two nodes of Ray's own test cluster on this machine: where roles go, how weights get from node to node, and the loss
+of a node."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ def nodes() -> Iterator[tuple[Any, Any]]:
     """(the cluster, its second node); two CPUs each, and the driver on the first."""
     from ray.cluster_utils import Cluster as TestCluster
 
-    cluster = TestCluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False})
+    cluster = TestCluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False},
+    )
     second = cluster.add_node(num_cpus=2, object_store_memory=100 * 2**20)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     yield cluster, second
@@ -35,24 +39,31 @@ def nodes() -> Iterator[tuple[Any, Any]]:
     cluster.shutdown()
 
 
-def test_devices_fill_a_node_before_the_next_and_a_cluster_that_is_too_small_is_told(nodes: Any, place: Any, trainer: Any) -> None:
+def test_devices_fill_a_node_before_the_next_and_a_cluster_that_is_too_small_is_told(
+    nodes: Any, place: Any, trainer: Any
+) -> None:
     async def work(runtime: Any) -> None:
         seats = await runtime._cluster.seats("actor_train", (0, 1))
         assert len({seat.node for seat in seats}) == 1
         others = await runtime._cluster.seats("actor_infer", (2, 3))
         assert {seat.node for seat in others}.isdisjoint({seat.node for seat in seats})
         assert await runtime._cluster.seats("critic", (1, 2)) == [seats[1], others[0]]
-        with pytest.raises(MachineError, match="reference: 8 processes need 8 CPU beside 4 of the other roles, the cluster has 4"):
+        with pytest.raises(
+            MachineError, match="reference: 8 processes need 8 CPU beside 4 of the other roles, the cluster has 4"
+        ):
             await runtime._cluster.seats("reference", tuple(range(10, 18)))
         runtime._cluster._config = RayConfig(device="cpu", start_timeout=2)
-        with pytest.raises(MachineError, match=r"reference: 1 process.* 1 CPU beside 4 of the other roles, the cluster has 4"):
+        with pytest.raises(
+            MachineError, match=r"reference: 1 process.* 1 CPU beside 4 of the other roles, the cluster has 4"
+        ):
             await runtime._cluster.seats("reference", (20,))
 
     place(work)
 
 
 def test_weights_pass_from_node_to_node_as_they_are(nodes: Any) -> None:
-    """The source reads a stream on the first node, the sink serves it on the second; both are processes of their own."""
+    """The source reads a stream on the first node, the sink serves it on the second; both are processes of their
+    own."""
     from turnwise_ray.relay import RelaySink, RelaySource
     from turnwise_torch.stream import Sender, buckets, receive
 
@@ -74,7 +85,9 @@ def test_weights_pass_from_node_to_node_as_they_are(nodes: Any) -> None:
     async def all_three() -> list[tuple[str, Any]]:
         pumped = sink.pump.remote(source)
         sent = asyncio.to_thread(sender.send, buckets(weights, 64))
-        read = asyncio.to_thread(lambda: [(name, tensor.clone()) for bucket in receive(payload, 30.0) for name, tensor in bucket])
+        read = asyncio.to_thread(
+            lambda: [(name, tensor.clone()) for bucket in receive(payload, 30.0) for name, tensor in bucket]
+        )
         _, got = await asyncio.gather(sent, read)
         (await pumped).unwrap("sink", EngineError)
         return got

@@ -12,16 +12,22 @@ pytest.importorskip("ray", reason="ray is not installed")
 
 from turnwise.contracts.inference import InferenceContext
 from turnwise.contracts.runtime import ServePlan
-from turnwise_ray.backend import RayBackend, _Member
+from turnwise_ray.backend import RayBackend
+from turnwise_ray.members import Member
 
 pytestmark = [pytest.mark.engines]
 
 
-@pytest.mark.parametrize(("transport", "expected"), [("shared_memory", 2 + 1 + 1), ("process_group", 2 + 1 + 2 + 4), ("safetensors", 9)])
+@pytest.mark.parametrize(
+    ("transport", "expected"), [("shared_memory", 2 + 1 + 1), ("process_group", 2 + 1 + 2 + 4), ("safetensors", 9)]
+)
 def test_readers(transport: str, expected: int) -> None:
     plan = ServePlan("actor_infer", "any", None, InferenceContext(Path(), None))
     trainer: Any = SimpleNamespace(node="here")
     backend = RayBackend(plan, *(Any,) * 4, trainer=lambda: trainer)  # type: ignore[arg-type]
     places = [("here", 2), ("here", 1), ("there", 2), ("there", 4)]
-    backend._members = [_Member(number, [], actor=object(), node=node, readers={transport: readers}) for number, (node, readers) in enumerate(places)]
+    backend._members = [
+        Member(number, [], actor=object(), node=node, readers={transport: readers})
+        for number, (node, readers) in enumerate(places)
+    ]
     assert backend.receivers(transport) == expected

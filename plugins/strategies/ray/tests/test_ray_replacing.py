@@ -11,21 +11,25 @@ import pytest
 pytest.importorskip("ray", reason="ray is not installed")
 
 from turnwise.errors import EngineLost
-from turnwise_ray.backend import RayBackend, _Member
+from turnwise_ray.backend import RayBackend
+from turnwise_ray.members import Member
 
 pytestmark = pytest.mark.engines
 
 
 class Backend(RayBackend):
-    """Two engines: the first one's actor `old` has ended; while the second one answers, the watcher puts `new` in its place."""
+    """Two engines: the first one's actor `old` has ended; while the second one answers, the watcher puts `new` in its
+    place."""
 
     def __init__(self) -> None:
-        super().__init__(cast(Any, SimpleNamespace(role="actor_infer")), cast(Any, None), cast(Any, None), 60.0, None, lambda: None)
-        self.quick, self.slow = _Member(0, [], "old"), _Member(1, [], "slow")
+        super().__init__(
+            cast(Any, SimpleNamespace(role="actor_infer")), cast(Any, None), cast(Any, None), 60.0, None, lambda: None
+        )
+        self.quick, self.slow = Member(0, [], "old"), Member(1, [], "slow")
         self._members = [self.quick, self.slow]
         self.asked: list[str] = []
 
-    async def _do(self, member: _Member, method: str, *args: Any) -> Any:
+    async def _do(self, member: Member, method: str, *args: Any) -> Any:
         self.asked.append(member.actor)
         if member.actor == "old":
             raise EngineLost("it ended")

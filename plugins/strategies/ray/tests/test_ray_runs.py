@@ -1,4 +1,5 @@
-"""Whole runs of a tiny FrozenLake through the command line: as in one process, and through the death of every kind of process."""
+"""Whole runs of a tiny FrozenLake through the command line: as in one process, and through the death of every kind of
+process."""
 
 from __future__ import annotations
 
@@ -85,7 +86,9 @@ def test_roles_of_one_device_sleep_and_wake_and_what_they_say_comes_with_their_n
         *("actor_infer.sleep", "actor_train.onload", "actor_train.save", "actor_train.offload"),  # the last checkpoint
         *("actor_infer.wake(weights)", "actor_infer.wake(cache)"),
     ]
-    assert re.search(r" INFO actor_train, rank 0 of 1 on \S+: wrote with chalk\n", (tmp_path / "out" / "run.log").read_text())
+    assert re.search(
+        r" INFO actor_train, rank 0 of 1 on \S+: wrote with chalk\n", (tmp_path / "out" / "run.log").read_text()
+    )
     assert re.search(r"\(actor_train pid=\d+\)\S* chalk dust\n", done.stdout + done.stderr)
 
 
@@ -103,11 +106,17 @@ def two_nodes() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("sync", ["merged", pytest.param("adapter", marks=pytest.mark.matrix)])
-def test_a_sampler_on_another_node_has_the_trainers_weights_at_every_step(tmp_path: Path, two_nodes: str, sync: str) -> None:
+def test_a_sampler_on_another_node_has_the_trainers_weights_at_every_step(
+    tmp_path: Path, two_nodes: str, sync: str
+) -> None:
     (tmp_path / "run.yaml").write_text(on_ray())
     placed = f"runtime={{use: ray, device: cpu, address: '{two_nodes}', cpus_per_process: 2}}"
-    adapters = [] if sync == "merged" else ["actor_train.model_args.lora_rank=4", "actor_train.model_args.lora_sync=adapter"]
-    done = turnwise(tmp_path, "train", "run.yaml", placed, *adapters, "max_steps=3", "actor_train.training_args.learning_rate=0.1")
+    adapters = (
+        [] if sync == "merged" else ["actor_train.model_args.lora_rank=4", "actor_train.model_args.lora_sync=adapter"]
+    )
+    done = turnwise(
+        tmp_path, "train", "run.yaml", placed, *adapters, "max_steps=3", "actor_train.training_args.learning_rate=0.1"
+    )
     assert done.returncode == 0, done.stderr
     lines = metrics(tmp_path, "out")
     assert [line["step"] for line in lines] == [0, 1, 2]
@@ -119,7 +128,8 @@ def test_a_sampler_on_another_node_has_the_trainers_weights_at_every_step(tmp_pa
 
 
 def test_every_kind_of_process_may_die_and_the_run_ends_or_goes_on_as_it_should(tmp_path: Path) -> None:
-    """The sampling engine and the environment worker in the first step, from which the run recovers; the trainer in the second, which ends it."""
+    """The sampling engine and the environment worker in the first step, from which the run recovers; the trainer in the
+    second, which ends it."""
     (tmp_path / "graves").mkdir()
     plugin = Path(__file__).with_name("ray_lake.py")
     text = on_ray(str(plugin))
@@ -141,7 +151,11 @@ def test_every_kind_of_process_may_die_and_the_run_ends_or_goes_on_as_it_should(
     resume = next(line for line in first.stderr.splitlines() if line.startswith("resume: "))
     assert resume.endswith("resume_from_checkpoint=true")
     assert "Traceback" not in first.stderr
-    alone = ["runtime=local", "actor_train.device_mapping=[]", "actor_infer.device_mapping=[]"]  # the checkpoint is anybody's
+    alone = [
+        "runtime=local",
+        "actor_train.device_mapping=[]",
+        "actor_infer.device_mapping=[]",
+    ]  # the checkpoint is anybody's
     second = turnwise(tmp_path, "train", "run.yaml", *alone, "resume_from_checkpoint=true")
     assert second.returncode == 0, second.stderr
     assert [line["step"] for line in metrics(tmp_path, "out")] == [0, 1]

@@ -1,4 +1,5 @@
-"""Whole runs with every trainer in many processes: what the run trains beside the actor, how it ends, and what it leaves behind."""
+"""Whole runs with every trainer in many processes: what the run trains beside the actor, how it ends, and what it
+leaves behind."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def on_ray(*further: str) -> str:
     return written(LAKE, {**CHANGES, "plugins": [*PLUGINS, *further]})
 
 
-ZERO3 = "{strategy_name: deepspeed_train, strategy_config: {zero_optimization: {stage: 3, stage3_param_persistence_threshold: 0}}}"
+ZERO3 = (
+    "{strategy_name: deepspeed_train, strategy_config: {zero_optimization: {stage: 3,"
+    " stage3_param_persistence_threshold: 0}}}"
+)
 TRAINERS = {
     "torch": "{strategy_name: torch}",
     "deepspeed": ZERO3,
@@ -79,14 +83,18 @@ class Run:
         self.mark = f"TURNWISE_TEST_RUN={folder}"
         (folder / "run.yaml").write_text(on_ray())
         name, _, value = self.mark.partition("=")
-        self.temporary = Path(tempfile.mkdtemp(prefix="run-", dir="/tmp"))  # the names of Ray's and vLLM's sockets must be short
+        self.temporary = Path(
+            tempfile.mkdtemp(prefix="run-", dir="/tmp")
+        )  # the names of Ray's and vLLM's sockets must be short
         places = {"TMPDIR": str(self.temporary), "RAY_TMPDIR": "/tmp"}
         self.environment = os.environ | places | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", name: value}
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """A run in a process group of its own, as a shell starts one."""
         command = [sys.executable, "-m", "turnwise.cli.main", *arguments]
-        return subprocess.Popen(command, cwd=self.folder, env=self.environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        return subprocess.Popen(
+            command, cwd=self.folder, env=self.environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     def whole(self, *arguments: str) -> str:
         """What a run that ends well writes to stderr."""
@@ -152,8 +160,13 @@ def test_a_run_whose_driver_was_killed_goes_on_as_if_it_had_not_been(run: Run, t
 
 
 def test_a_sampler_of_experts_has_the_weights_of_the_ranks_that_share_them(run: Run) -> None:
-    recipe = "pretrain.recipe={architecture: qwen3_moe, num_layers: 2, hidden_size: 16, num_heads: 2, tokenizer: word, initializer_range: 0.1}"
-    chosen = "actor_train.strategy_args={strategy_name: megatron_train, strategy_config: {expert_model_parallel_size: 2}}"
+    recipe = (
+        "pretrain.recipe={architecture: qwen3_moe, num_layers: 2, hidden_size: 16, num_heads: 2, tokenizer: word,"
+        " initializer_range: 0.1}"
+    )
+    chosen = (
+        "actor_train.strategy_args={strategy_name: megatron_train, strategy_config: {expert_model_parallel_size: 2}}"
+    )
     run.whole("train", "run.yaml", recipe, chosen, "max_steps=3", "actor_train.training_args.learning_rate=0.1")
     lines = run.metrics()
     assert [line["step"] for line in lines] == [0, 1, 2]
@@ -166,11 +179,16 @@ def test_a_sampler_of_experts_has_the_weights_of_the_ranks_that_share_them(run: 
 def test_a_rank_without_memory_is_told_at_once_though_the_others_wait_for_it(run: Run, trainer: str) -> None:
     (run.folder / "short.py").write_text(SHORT_OF_MEMORY)
     (run.folder / "run.yaml").write_text(on_ray("./short.py"))
-    running = run.start("train", "run.yaml", f"actor_train.strategy_args={TRAINERS[trainer]}", "pg_variant=short_of_memory")
+    running = run.start(
+        "train", "run.yaml", f"actor_train.strategy_args={TRAINERS[trainer]}", "pg_variant=short_of_memory"
+    )
     _, told = running.communicate(timeout=300)  # ranks wait for each other for ten minutes
     assert running.returncode == 1
     assert "error: actor_train, rank 1 of 2 on " in told
-    assert "out of memory, in the update of actor_train. Fix: lower actor_train.training_args.per_device_train_batch_size" in told
+    assert (
+        "out of memory, in the update of actor_train. Fix: lower actor_train.training_args.per_device_train_batch_size"
+        in told
+    )
     assert "; saved: " in told.splitlines()[-1]
     assert "Traceback" not in told
     run.left_nothing(20)
@@ -185,7 +203,9 @@ def test_a_rank_that_dies_ends_the_run(run: Run) -> None:
     _, told = running.communicate(timeout=120)
     assert running.returncode == 1
     assert time.monotonic() - began < 60
-    assert re.search(r"error: actor_train, rank [01] of 2 on \S+: the process died", told), told  # which rank is the youngest process is chance
+    assert re.search(r"error: actor_train, rank [01] of 2 on \S+: the process died", told), (
+        told
+    )  # which rank is the youngest process is chance
     assert "saved: out/checkpoints/checkpoint-" in told
     assert "resume_from_checkpoint=true" in told
     run.left_nothing(20)
@@ -196,10 +216,16 @@ def test_a_vllm_of_two_processes_that_loses_one_is_built_again_and_the_run_goes_
     """Without devices it starts its tensor parallel processes itself, from the one place that it has."""
     pytest.importorskip("vllm", reason="vllm is not installed")
     (run.folder / "run.yaml").write_text(on_ray("turnwise-vllm"))
-    recipe = "pretrain.recipe={architecture: qwen2, num_layers: 2, hidden_size: 64, num_heads: 2, tokenizer: word}"  # vLLM's smallest heads
-    engine = "actor_infer.strategy_args={strategy_name: vllm, strategy_config: {load_format: dummy, tensor_parallel_size: 2}}"
+    # vLLM's smallest heads
+    recipe = "pretrain.recipe={architecture: qwen2, num_layers: 2, hidden_size: 64, num_heads: 2, tokenizer: word}"
+    engine = (
+        "actor_infer.strategy_args={strategy_name: vllm, strategy_config: {load_format: dummy,"
+        " tensor_parallel_size: 2}}"
+    )
     running = run.start("train", "run.yaml", recipe, engine, "actor_train.device_mapping=[]", "max_steps=4")
-    run.until(lambda: running.poll() is not None or len(run.metrics()) >= 2)  # the weights of step 2 are there, and its episodes begin
+    run.until(
+        lambda: running.poll() is not None or len(run.metrics()) >= 2
+    )  # the weights of step 2 are there, and its episodes begin
     assert running.poll() is None, running.communicate()[1]
     os.kill(next(process for process, name in run.processes().items() if name.startswith(victim)), signal.SIGKILL)
     _, told = running.communicate(timeout=400)

@@ -27,7 +27,9 @@ FAKES = str(Path(__file__).with_name("ray_fakes.py"))
 pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("cluster"), pytest.mark.filterwarnings("ignore")]
 
 
-def test_rows_are_dealt_to_data_parallel_ranks_and_answers_come_back_in_order(place: Any, trainer: Any, model: Path, tmp_path: Path) -> None:
+def test_rows_are_dealt_to_data_parallel_ranks_and_answers_come_back_in_order(
+    place: Any, trainer: Any, model: Path, tmp_path: Path
+) -> None:
     rows = training_rows()
     alone = FakeStrategy(None, TrainContext(model, "actor_train"))
 
@@ -55,7 +57,9 @@ def test_rows_are_dealt_to_data_parallel_ranks_and_answers_come_back_in_order(pl
     place(work)
 
 
-def test_ranks_of_one_data_parallel_rank_get_the_same_rows(place: Any, trainer: Any, model: Path, tmp_path: Path) -> None:
+def test_ranks_of_one_data_parallel_rank_get_the_same_rows(
+    place: Any, trainer: Any, model: Path, tmp_path: Path
+) -> None:
     rows = training_rows()
     alone = FakeStrategy(None, TrainContext(model, "actor_train"))
 
@@ -77,7 +81,9 @@ def test_ranks_of_one_data_parallel_rank_get_the_same_rows(place: Any, trainer: 
         ("die", ["the process died in misbehave", "SIGKILL"]),
     ],
 )
-def test_the_failure_of_one_rank_is_told_with_its_name_and_cause(place: Any, trainer: Any, what: str, words: list[str]) -> None:
+def test_the_failure_of_one_rank_is_told_with_its_name_and_cause(
+    place: Any, trainer: Any, what: str, words: list[str]
+) -> None:
     async def work(runtime: Any) -> tuple[str, float]:
         role = await runtime.train(trainer((0, 1)))
         began = time.monotonic()
@@ -121,20 +127,28 @@ def test_a_call_past_the_timeout_names_the_ranks_that_did_not_answer(place: Any,
     async def work(runtime: Any) -> None:
         role = await runtime.train(trainer((0, 1)))
         role._timeout = 3.0
-        with pytest.raises(TrainerError, match=r"actor_train: misbehave did not end within runtime_timeout = 3 s \(rank 0 of 2 .*; rank 1 of 2 "):
+        with pytest.raises(
+            TrainerError,
+            match=r"actor_train: misbehave did not end within runtime_timeout = 3 s \(rank 0 of 2 .*; rank 1 of 2 ",
+        ):
             await role.each("misbehave", "hang", 1)
 
     place(work)
 
 
-def test_what_a_rank_logs_in_a_long_call_is_told_before_its_end(place: Any, trainer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_rank_logs_in_a_long_call_is_told_before_its_end(
+    place: Any, trainer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "turnwise")
 
     async def work(runtime: Any) -> None:
         role = await runtime.train(trainer((0, 1)))
         call = asyncio.ensure_future(role.each("misbehave", "talk", 1))
         end = time.monotonic() + 20
-        while not (told := [r for r in caplog.records if "the chalk squeaks" in r.getMessage()]) and time.monotonic() < end:
+        while (
+            not (told := [r for r in caplog.records if "the chalk squeaks" in r.getMessage()])
+            and time.monotonic() < end
+        ):
             await asyncio.sleep(0.1)
         assert not call.done()
         call.cancel()
@@ -170,7 +184,8 @@ def test_roles_of_one_device_share_its_place(place: Any, trainer: Any, sampler: 
 def test_a_rank_that_sees_one_gpu_is_told_that_its_number_is_0(
     trainer: Any, monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...], expected: str
 ) -> None:
-    """Engines read the device's number in LOCAL_RANK, and a rank sees its own GPU alone; without one it is the place among the node's ranks."""
+    """Engines read the device's number in LOCAL_RANK, and a rank sees its own GPU alone; without one it is the place
+    among the node's ranks."""
     from turnwise.plugins import registry
     from turnwise_ray.actors import Home, packed
     from turnwise_ray.trainer import TrainRank

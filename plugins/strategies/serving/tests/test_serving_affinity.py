@@ -46,7 +46,12 @@ def test_the_oldest_trajectory_is_forgotten(monkeypatch) -> None:
         pass
     with known.of(asked(2, 0), [1]), known.of(asked(3, 0), [1]):
         pass
-    with known.of(asked(2, 1), [0, 1]) as kept, known.of(asked(4, 0), [0]), known.of(asked(4, 1), [0]), known.of(asked(1, 1), [0, 1]) as forgotten:
+    with (
+        known.of(asked(2, 1), [0, 1]) as kept,
+        known.of(asked(4, 0), [0]),
+        known.of(asked(4, 1), [0]),
+        known.of(asked(1, 1), [0, 1]) as forgotten,
+    ):
         assert (kept, forgotten) == (1, 1)
 
 

@@ -23,7 +23,15 @@ from turnwise_serving.models import facts, other_model, sees, vocabulary
 from turnwise_serving.offers import check_offer
 from turnwise_serving.running import CLOSED, Running
 
-MEMORY = Memory("share", "share or batch", "no cache", "lower batch", {WAKE: ("wake",), UPDATE: ("weight",)}, "batch", {"odd": "the odd key"})
+MEMORY = Memory(
+    "share",
+    "share or batch",
+    "no cache",
+    "lower batch",
+    {WAKE: ("wake",), UPDATE: ("weight",)},
+    "batch",
+    {"odd": "the odd key"},
+)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -43,7 +51,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/breaks":
             self.connection.close()
             return
-        text = json.dumps({"sent": sent.decode(), "key": self.headers.get("Authorization"), "own": self.headers.get("X-Own")}).encode()
+        text = json.dumps(
+            {"sent": sent.decode(), "key": self.headers.get("Authorization"), "own": self.headers.get("X-Own")}
+        ).encode()
         if self.path == "/events":
             text = b'data: {"a": 1}\n\n: a comment\n\ndata: {"a": 2}\n\ndata: [DONE]\n\n'
         self.send_response(503 if self.path == "/refuses" else 200)
@@ -153,11 +163,27 @@ def test_who_cancels_its_own_request_while_all_are_given_up_is_cancelled() -> No
 @pytest.mark.parametrize(
     ("name", "said", "line"),
     [
-        ("/weights", "torch: CUDA out of memory", "out of memory, in the weight update of actor_infer: it died. Fix: lower share or model_update_"),
-        ("/wake", "MemoryError", "out of memory, in the wake-up of actor_infer: it died. Fix: lower share, or give it devices of its own"),
+        (
+            "/weights",
+            "torch: CUDA out of memory",
+            "out of memory, in the weight update of actor_infer: it died. Fix: lower share or model_update_",
+        ),
+        (
+            "/wake",
+            "MemoryError",
+            "out of memory, in the wake-up of actor_infer: it died. Fix: lower share, or give it devices of its own",
+        ),
         ("/generate", "MemoryError", "out of memory, in sampling of actor_infer: it died. Fix: lower share or batch"),
-        ("/generate", "no cache, out of memory", "no memory left for the cache, in sampling of actor_infer: it died. Fix: lower batch"),
-        ("/generate", "odd, out of memory", "out of memory, in sampling of actor_infer: it died. Fix: lower the odd key"),
+        (
+            "/generate",
+            "no cache, out of memory",
+            "no memory left for the cache, in sampling of actor_infer: it died. Fix: lower batch",
+        ),
+        (
+            "/generate",
+            "odd, out of memory",
+            "out of memory, in sampling of actor_infer: it died. Fix: lower the odd key",
+        ),
         ("/generate", "an illegal access", "it died."),
     ],
 )
@@ -180,7 +206,9 @@ def test_every_token_carries_the_version_of_its_span() -> None:
 
 
 def test_a_folder_says_its_vocabulary_and_whether_it_takes_images(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"vocab_size": 3, "text_config": {"vocab_size": 9, "head_dim": null}, "vision_config": {}}')
+    (tmp_path / "config.json").write_text(
+        '{"vocab_size": 3, "text_config": {"vocab_size": 9, "head_dim": null}, "vision_config": {}}'
+    )
     assert facts(tmp_path)["vocab_size"] == vocabulary(tmp_path) == 9
     assert sees(tmp_path) and not sees(tmp_path / "absent") and not sees(None) and not sees(Path())
     for text in ("{}", "[]", "no json", '{"text_config": null}', '{"vocab_size": null}'):

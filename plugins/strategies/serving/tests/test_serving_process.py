@@ -1,4 +1,5 @@
-"""Servers as processes: their end with all that they started, their last words, and what a starter that was killed leaves."""
+"""Servers as processes: their end with all that they started, their last words, and what a starter that was killed
+leaves."""
 
 from __future__ import annotations
 
@@ -47,7 +48,10 @@ def until(found: Callable[[], bool]) -> None:
 
 
 def test_stopping_ends_a_descendant_that_left_the_servers_process_group() -> None:
-    started = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True); print(p.pid, flush=True)"
+    started = (
+        f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True);"
+        " print(p.pid, flush=True)"
+    )
     server = Server(f"{started}; {SLEEP}")
     until(lambda: bool(server.words()))
     child = psutil.Process(int(server.words()))
@@ -59,7 +63,10 @@ def test_stopping_ends_a_descendant_that_left_the_servers_process_group() -> Non
 
 
 def test_a_server_is_asked_to_end_before_it_is_killed() -> None:
-    code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('up', flush=True); time.sleep(300)"
+    code = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('up', flush=True);"
+        " time.sleep(300)"
+    )
     server = Server(code)
     until(lambda: "up" in server.words())
     server.stop(20.0, keep_log=True)
@@ -108,7 +115,10 @@ def test_a_server_that_was_killed_without_a_word_may_have_filled_main_memory(log
     until(lambda: log in server.words())
     psutil.Process(server.pid).kill()
     server._process.wait()
-    assert server.how_it_ended() == f"signal SIGKILL{': if main memory was full, lower batch of actor_infer' if hinted else ''}"
+    assert (
+        server.how_it_ended()
+        == f"signal SIGKILL{': if main memory was full, lower batch of actor_infer' if hinted else ''}"
+    )
     server.stop()
 
 
@@ -121,7 +131,12 @@ def test_a_server_that_was_killed_without_a_word_may_have_filled_main_memory(log
             False,
             "no memory left for the cache, in the start of actor_infer: Warp did",
         ),
-        (SLEEP, 0.1, False, r"Warp did not answer within start_timeout = 0\.1 s, log .*Fix: raise strategy_config.start_timeout"),
+        (
+            SLEEP,
+            0.1,
+            False,
+            r"Warp did not answer within start_timeout = 0\.1 s, log .*Fix: raise strategy_config.start_timeout",
+        ),
         (SLEEP, 60.0, True, "the backend was closed"),
     ],
 )
@@ -140,7 +155,10 @@ def test_waiting_for_a_server_ends_when_it_cannot_come_up(code: str, timeout: fl
 
 
 def test_a_server_ends_with_a_starter_that_was_killed_and_its_folder_goes(tmp_path: Path) -> None:
-    child = f"import sys, time; sys.path.append({str(ENGINE)!r}); import turnwise_child as c; c.end_with_the_starter(); time.sleep(300)"
+    child = (
+        f"import sys, time; sys.path.append({str(ENGINE)!r}); import turnwise_child as c; c.end_with_the_starter();"
+        " time.sleep(300)"
+    )
     starter = f"""
 import os, re, sys
 from turnwise_serving.memory import Memory

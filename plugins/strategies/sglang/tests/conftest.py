@@ -1,4 +1,5 @@
-"""One backend with one server of its own for the whole session, on an event loop of its own; it begins with random weights."""
+"""One backend with one server of its own for the whole session, on an event loop of its own; it begins with random
+weights."""
 
 from __future__ import annotations
 
@@ -61,7 +62,11 @@ def shared() -> Callable[[int], set[Path]]:
                 if os.getpgid(process) == group:
                     # psutil's own maps count the pages of each, which takes seconds for an engine.
                     lines = Path(f"/proc/{process}/maps").read_text(encoding="utf-8").splitlines()
-                    paths |= {Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
+                    paths |= {
+                        Path(line.split(maxsplit=5)[5])
+                        for line in lines
+                        if "/dev/shm/" in line and not line.endswith("(deleted)")
+                    }
             except OSError:
                 continue
         return paths

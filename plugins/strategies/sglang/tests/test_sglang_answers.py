@@ -1,4 +1,5 @@
-"""Requests and answers without a server: what is sent, how versions and stop strings are read, and SGLang's seed hash in plain torch."""
+"""Requests and answers without a server: what is sent, how versions and stop strings are read, and SGLang's seed hash
+in plain torch."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def ask(seed: int = 0, ids: Sequence[int] = (1, 2, 3), limit: int = 4, **args: A
     return Request(seed, GeneratingArgs(**args), limit, ids=int32(ids), tag="Lake")
 
 
-def answer(ids: Sequence[int], spans: Sequence[tuple[str, int, int]] = (("3", 0, 99),), finish: str = "length", **changes: Any) -> dict[str, Any]:
+def answer(
+    ids: Sequence[int], spans: Sequence[tuple[str, int, int]] = (("3", 0, 99),), finish: str = "length", **changes: Any
+) -> dict[str, Any]:
     pairs = [[-0.5 * number, number, None] for number in ids]
     told = [{"version": version, "start": start, "end": min(end, len(ids))} for version, start, end in spans]
     meta = {"finish_reason": {"type": finish}, "output_token_logprobs": pairs, "weight_versions": told}
@@ -68,7 +71,10 @@ def test_a_request_asks_for_what_the_role_and_the_request_say() -> None:
         (ask(ids=[100]), "token id 100 is outside the model's vocabulary of 100"),
         (ask(limit=0), "cannot sample 0 tokens"),
         (ask(top_p=0.0), "outside the allowed ranges"),
-        (Request(0, GeneratingArgs(), 4, ids=int32([1]), images=(np.zeros((2, 2, 3), np.uint8),)), "model takes text only"),
+        (
+            Request(0, GeneratingArgs(), 4, ids=int32([1]), images=(np.zeros((2, 2, 3), np.uint8),)),
+            "model takes text only",
+        ),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused(request_: Request, words: str) -> None:
@@ -83,7 +89,10 @@ def test_spans_of_versions_become_one_version_a_token() -> None:
     assert (made.text, made.finish) == ("bcde", "length")
     assert generation(answer([1]), ask(), Letters(), ours=False).logprobs is None
     for broken, words in (
-        (answer([1, 2], [("7", 0, 1)]), "SGLang reported the weight version of 1 of 2 tokens. Fix: SGLang 0.5.21 or newer"),
+        (
+            answer([1, 2], [("7", 0, 1)]),
+            "SGLang reported the weight version of 1 of 2 tokens. Fix: SGLang 0.5.21 or newer",
+        ),
         (answer([]), "0 log-probs for 0 tokens"),
         ({**answer([1, 2]), "output_ids": [1]}, "2 log-probs for 1 tokens"),
         (answer([1], output_token_logprobs=[[None, 1, None]]), "no numbers"),
@@ -98,7 +107,13 @@ def test_a_stop_string_ends_at_the_token_that_completes_it_however_the_ids_arriv
         found = [stops.length([1, 2, 3, 4, 5][:end]) for end in pieces]
         assert next(length for length in found if length is not None) == 3
     for include, text in ((True, "bcd"), (False, "b")):
-        made = generation(answer([1, 2, 3, 4]), ask(stop_strings=("cd",), include_stop_str_in_output=include), Letters(), True, length=3)
+        made = generation(
+            answer([1, 2, 3, 4]),
+            ask(stop_strings=("cd",), include_stop_str_in_output=include),
+            Letters(),
+            True,
+            length=3,
+        )
         assert (made.text, made.finish) == (text, "stop")
         assert made.ids is not None and made.ids.tolist() == [1, 2, 3]
 
@@ -122,11 +137,17 @@ def test_weights_that_cannot_be_read_are_told(tmp_path: Path) -> None:
         shapes(tmp_path)
 
 
-@pytest.mark.parametrize(("family", "tied", "wrong"), [("qwen3_moe", True, True), ("qwen3_moe", False, False), ("qwen2", True, False)])
+@pytest.mark.parametrize(
+    ("family", "tied", "wrong"), [("qwen3_moe", True, True), ("qwen3_moe", False, False), ("qwen2", True, False)]
+)
 def test_a_head_that_sglang_would_leave_empty_is_refused(tmp_path: Path, family: str, tied: bool, wrong: bool) -> None:
     assert problems(tmp_path) == []
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "tie_word_embeddings": tied}), encoding="utf-8")
-    assert [f"SGLang's {family} does not tie its output head" in str(line) for line in problems(tmp_path)] == [True] * wrong
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": family, "tie_word_embeddings": tied}), encoding="utf-8"
+    )
+    assert [f"SGLang's {family} does not tie its output head" in str(line) for line in problems(tmp_path)] == [
+        True
+    ] * wrong
 
 
 def preparations() -> ModuleType:
@@ -156,9 +177,14 @@ def murmur3(data: bytes) -> int:
 def test_the_seeds_hash_is_murmur3_of_seed_position_and_column() -> None:
     assert murmur3(b"\x21\x43\x65\x87") == 0xF55B516B  # a published test vector
     seeds, positions, columns = [0, 42, 2**63 - 1, -5], [0, 7, 3000, 1], [0, 1, 150000]
-    found = preparations().murmur_hash32(torch.tensor(seeds).to(torch.uint64), torch.tensor(positions), torch.tensor(columns))
+    found = preparations().murmur_hash32(
+        torch.tensor(seeds).to(torch.uint64), torch.tensor(positions), torch.tensor(columns)
+    )
     expected = [
-        [murmur3((seed % 2**64).to_bytes(8, "little") + p.to_bytes(4, "little") + c.to_bytes(4, "little")) for c in columns]
+        [
+            murmur3((seed % 2**64).to_bytes(8, "little") + p.to_bytes(4, "little") + c.to_bytes(4, "little"))
+            for c in columns
+        ]
         for seed, p in zip(seeds, positions, strict=True)
     ]
     assert found.dtype == torch.uint32
@@ -200,5 +226,7 @@ def test_images_that_the_server_divides_otherwise_are_told() -> None:
     seen = Request(0, GeneratingArgs(), 4, ids=int32([1, 2, 3]), images=(np.zeros((2, 2, 3), np.uint8),))
     assert body(seen, Limits(10, 100, sees=True), ())["input_ids"] == [1, 2, 3]
     assert generation(answer([4], prompt_tokens=3), seen, Letters(), ours=True).ids.tolist() == [4]
-    with pytest.raises(EngineError, match="SGLang saw a prompt of 5 tokens, the request has 3: it divides images otherwise"):
+    with pytest.raises(
+        EngineError, match="SGLang saw a prompt of 5 tokens, the request has 3: it divides images otherwise"
+    ):
         generation(answer([4], prompt_tokens=5), seen, Letters(), ours=True)

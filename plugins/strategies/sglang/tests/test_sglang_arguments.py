@@ -24,7 +24,13 @@ from turnwise_sglang.config import SglangConfig
 from turnwise_sglang.server import Server
 
 CONTEXT = InferenceContext(Path("/model"), None, seed=7, dtype="bf16", sequence_length=100)
-FACTS = {"enable_deterministic_inference": True, "dp_size": 1, "model_path": "/model", "dtype": "bfloat16", "max_req_input_len": 100}
+FACTS = {
+    "enable_deterministic_inference": True,
+    "dp_size": 1,
+    "model_path": "/model",
+    "dtype": "bfloat16",
+    "max_req_input_len": 100,
+}
 """What an attached server tells that fits this role."""
 
 
@@ -34,13 +40,29 @@ def gpu(*devices: int, **changes: Any) -> InferenceContext:
 
 def test_on_a_cpu_the_server_gets_what_a_cpu_needs() -> None:
     told = server_arguments(SglangConfig(load_format="dummy"), CONTEXT, 123)
-    expected = {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_overlap_schedule": True}
-    expected |= {"model_path": "/model", "dtype": "bfloat16", "port": 123, "host": "127.0.0.1", "load_format": "dummy", "weight_version": "0"}
+    expected = {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_overlap_schedule": True,
+    }
+    expected |= {
+        "model_path": "/model",
+        "dtype": "bfloat16",
+        "port": 123,
+        "host": "127.0.0.1",
+        "load_format": "dummy",
+        "weight_version": "0",
+    }
     assert told.items() >= expected.items()
     assert told["context_length"] > 100
     assert told["enable_deterministic_inference"] is True
     values = environment(SglangConfig(), CONTEXT)
-    assert (values["SGLANG_USE_CPU_ENGINE"], values["CUDA_VISIBLE_DEVICES"], values["TURNWISE_SGLANG_CPU"]) == ("1", "", "1")
+    assert (values["SGLANG_USE_CPU_ENGINE"], values["CUDA_VISIBLE_DEVICES"], values["TURNWISE_SGLANG_CPU"]) == (
+        "1",
+        "",
+        "1",
+    )
 
 
 def test_a_models_own_code_runs_in_the_server_only_where_the_run_says_so() -> None:
@@ -60,10 +82,14 @@ def test_on_devices_the_engine_chooses_and_sees_only_the_roles_own(monkeypatch: 
     assert "TURNWISE_SGLANG_CPU" not in values
 
 
-def test_what_the_user_wrote_wins_and_other_interpreters_settings_stay_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_the_user_wrote_wins_and_other_interpreters_settings_stay_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
-    told = server_arguments(SglangConfig(engine_args={"max_total_tokens": 99, "attention_backend": "intel_amx"}), CONTEXT, 1)
+    told = server_arguments(
+        SglangConfig(engine_args={"max_total_tokens": 99, "attention_backend": "intel_amx"}), CONTEXT, 1
+    )
     assert (told["max_total_tokens"], told["attention_backend"]) == (99, "intel_amx")
     assert "SGLANG_RETURN_ORIGINAL_LOGPROB" not in environment(SglangConfig(), CONTEXT)
     assert environment(SglangConfig(), CONTEXT)["PYTHONPATH"] == "/somewhere"
@@ -75,7 +101,9 @@ def test_sleep_needs_the_memory_saver_and_its_copy_of_the_weights() -> None:
     assert told["enable_memory_saver"] and told["enable_weights_cpu_backup"]
     assert SglangConfig(enable_memory_saver=True).capabilities.cannot_sleep == ""
     awake = SimpleNamespace(_config=SglangConfig(), _context=gpu(0))
-    with pytest.raises(EngineError, match=r"keeps its memory while it sleeps\. Fix: strategy_config: \{enable_memory_saver: true\}"):
+    with pytest.raises(
+        EngineError, match=r"keeps its memory while it sleeps\. Fix: strategy_config: \{enable_memory_saver: true\}"
+    ):
         asyncio.run(SglangBackend.sleep(awake))  # type: ignore[arg-type]
 
 
@@ -84,7 +112,10 @@ def test_memory_to_give_back_needs_a_gpu_and_a_package(monkeypatch: pytest.Monke
     monkeypatch.setattr(arguments, "installed", lambda python, name="sglang": packages.get(name, ""))
     config = SglangConfig(python="p", enable_memory_saver=True)
     (line,) = map(str, SglangBackend.check(config, CONTEXT))
-    assert line.endswith("enable_memory_saver: there is no device memory to give back on a CPU. Fix: false, or name GPUs in device_mapping")
+    assert line.endswith(
+        "enable_memory_saver: there is no device memory to give back on a CPU. Fix: false, or name GPUs in"
+        " device_mapping"
+    )
     (lack,) = SglangBackend.check(config, gpu(0))
     assert lack.machine and lack.text.startswith("needs the package torch_memory_saver, which p lacks. Fix: ")
     packages["torch_memory_saver"] = "0.0.9"
@@ -93,7 +124,9 @@ def test_memory_to_give_back_needs_a_gpu_and_a_package(monkeypatch: pytest.Monke
 
 def test_a_machine_without_sglang_is_told_apart_from_a_wrong_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     (lack,) = SglangBackend.check(SglangConfig(python="/no/such/python"), CONTEXT)
-    assert lack.machine and str(lack).startswith("$.actor_infer.strategy_args.strategy_config.python: '/no/such/python' cannot be run")
+    assert lack.machine and str(lack).startswith(
+        "$.actor_infer.strategy_args.strategy_config.python: '/no/such/python' cannot be run"
+    )
     monkeypatch.setattr(arguments, "installed", lambda python: "")
     (lack,) = SglangBackend.check(SglangConfig(python="p"), CONTEXT)
     assert lack.machine and lack.text.startswith("p has no sglang. Fix: install SGLang there")
@@ -107,19 +140,33 @@ def test_a_machine_without_sglang_is_told_apart_from_a_wrong_configuration(monke
 def test_arguments_that_are_the_backends_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
     (line,) = map(str, SglangBackend.check(SglangConfig(engine_args={"port": 3}), CONTEXT))
-    assert line == "$.actor_infer.strategy_args.strategy_config.port: not the user's to set. Use nothing: a free one is taken."
+    assert (
+        line
+        == "$.actor_infer.strategy_args.strategy_config.port: not the user's to set. Use nothing: a free one is taken."
+    )
 
 
 def test_an_interpreter_that_cannot_be_asked_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
     (lack,) = SglangBackend.check(SglangConfig(python=sys.executable, engine_args={"some_of_its_own": 1}), CONTEXT)
-    assert lack.machine and lack.text.startswith("sglang's argument class could not be asked about some_of_its_own: ModuleNotFoundError")
+    assert lack.machine and lack.text.startswith(
+        "sglang's argument class could not be asked about some_of_its_own: ModuleNotFoundError"
+    )
 
 
 @pytest.mark.engines
 def test_sglangs_own_argument_class_judges_the_rest() -> None:
-    given = {"max_total_tokens": 1000, "sleep_on_idel": True, "stream_interval": "two", "grammar_backend": "none", "load_balance_method": "x"}
-    lines = [str(problem) for problem in SglangBackend.check(SglangConfig(python=fixtures.interpreter(), engine_args=given), CONTEXT)]
+    given = {
+        "max_total_tokens": 1000,
+        "sleep_on_idel": True,
+        "stream_interval": "two",
+        "grammar_backend": "none",
+        "load_balance_method": "x",
+    }
+    lines = [
+        str(problem)
+        for problem in SglangBackend.check(SglangConfig(python=fixtures.interpreter(), engine_args=given), CONTEXT)
+    ]
     assert len(lines) == 3
     assert "sglang has no argument 'sleep_on_idel'. Did you mean 'sleep_on_idle'?" in lines[0]
     assert "stream_interval: 'two': Expected `int`" in lines[1]
@@ -129,13 +176,21 @@ def test_sglangs_own_argument_class_judges_the_rest() -> None:
 def test_a_name_of_vllm_is_answered_with_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
     (line,) = map(str, SglangBackend.check(SglangConfig(python="p", engine_args={"tensor_parallel_size": 2}), CONTEXT))
-    assert line == "$.actor_infer.strategy_args.strategy_config: sglang has no argument 'tensor_parallel_size'. Did you mean 'tp_size'?"
+    assert (
+        line
+        == "$.actor_infer.strategy_args.strategy_config: sglang has no argument 'tensor_parallel_size'. Did you mean"
+        " 'tp_size'?"
+    )
 
 
 def test_an_interpreter_that_imports_sglang_only_as_for_a_cpu_is_asked_so(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = {"unknown": ["stream_intervall"], "wrong": [], "known": ["stream_interval"]}
     monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
-    monkeypatch.setattr(arguments, "_asked", lambda python, told, cpu: answer if cpu else "RuntimeError: operator torchvision::nms does not exist")
+    monkeypatch.setattr(
+        arguments,
+        "_asked",
+        lambda python, told, cpu: answer if cpu else "RuntimeError: operator torchvision::nms does not exist",
+    )
     (line,) = map(str, SglangBackend.check(SglangConfig(python="p", engine_args={"stream_intervall": 2}), gpu(0, 1)))
     assert line.endswith("sglang has no argument 'stream_intervall'. Did you mean 'stream_interval'?")
     monkeypatch.setattr(arguments, "_asked", lambda python, told, cpu: f"no, {cpu}")
@@ -147,8 +202,16 @@ def test_an_interpreter_that_imports_sglang_only_as_for_a_cpu_is_asked_so(monkey
 @pytest.mark.matrix
 def test_arguments_for_gpus_are_judged_on_a_machine_without_any() -> None:
     """There SGLang imports only as for a CPU."""
-    (line,) = map(str, SglangBackend.check(SglangConfig(python=fixtures.interpreter(), engine_args={"stream_intervall": 2}), gpu(0, 1)))
-    assert line == "$.actor_infer.strategy_args.strategy_config: sglang has no argument 'stream_intervall'. Did you mean 'stream_interval'?"
+    (line,) = map(
+        str,
+        SglangBackend.check(
+            SglangConfig(python=fixtures.interpreter(), engine_args={"stream_intervall": 2}), gpu(0, 1)
+        ),
+    )
+    assert (
+        line == "$.actor_infer.strategy_args.strategy_config: sglang has no argument 'stream_intervall'. Did you mean"
+        " 'stream_interval'?"
+    )
 
 
 def test_adapters_alone_need_the_models_weights_and_one_copy_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,13 +226,19 @@ def test_adapters_alone_need_the_models_weights_and_one_copy_of_it(monkeypatch: 
     assert "lora_backend" not in server_arguments(SglangConfig(), gpu(0, lora=context.lora), 1)
     monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
     random, copies = map(str, SglangBackend.check(SglangConfig(python="p", load_format="dummy", dp_size=2), context))
-    assert "load_format: dummy, while adapters alone arrive: the model's weights would stay random. Fix: load_format: auto" in random
+    assert (
+        "load_format: dummy, while adapters alone arrive: the model's weights would stay random. Fix: load_format: auto"
+        in random
+    )
     assert "dp_size: SGLang loads adapters into one copy of the model only" in copies
     attached = SglangConfig(base_url="http://h:1")
     context = evolve(CONTEXT, lora=context.lora)
     assert attach_problems(attached, context, {**FACTS, "enable_lora": True}) == []
     (line,) = attach_problems(attached, context, FACTS)
-    assert "the SGLang server at http://h:1 runs without enable_lora, so it takes no adapters alone. Fix: start it with enable_lora" in line
+    assert (
+        "the SGLang server at http://h:1 runs without enable_lora, so it takes no adapters alone. Fix: start it with"
+        " enable_lora" in line
+    )
 
 
 def test_an_attached_server_is_judged_by_what_it_tells() -> None:
@@ -177,7 +246,9 @@ def test_an_attached_server_is_judged_by_what_it_tells() -> None:
     facts = {**FACTS, "dp_size": 2, "tp_size": 4}
     assert attach_problems(config, CONTEXT, facts) == []
     (line,) = attach_problems(config, CONTEXT, {**facts, "enable_deterministic_inference": False})
-    assert "the SGLang server at http://h:1 runs without enable_deterministic_inference, so it ignores the seeds" in line
+    assert (
+        "the SGLang server at http://h:1 runs without enable_deterministic_inference, so it ignores the seeds" in line
+    )
     loose = SglangConfig(base_url="http://h:1", enable_deterministic_inference=False)
     assert attach_problems(loose, CONTEXT, {**FACTS, "enable_deterministic_inference": False}) == []
 
@@ -193,13 +264,22 @@ def test_an_attached_server_of_another_dtype_or_with_less_room_is_always_refused
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"), [({"updates": False}, "no weights will be sent"), ({"lora": Lora(8, 16, None, "adapter")}, "only adapters will be sent")]
+    ("changes", "why"),
+    [
+        ({"updates": False}, "no weights will be sent"),
+        ({"lora": Lora(8, 16, None, "adapter")}, "only adapters will be sent"),
+    ],
 )
-def test_an_attached_server_of_another_model_is_refused_where_no_whole_weights_come(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
+def test_an_attached_server_of_another_model_is_refused_where_no_whole_weights_come(
+    tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
     config, facts = SglangConfig(base_url="http://h:1"), {**FACTS, "enable_lora": True, "model_path": "/other"}
     assert attach_problems(config, CONTEXT, facts) == []
     (line,) = attach_problems(config, evolve(CONTEXT, **changes), facts)
-    assert line == f"the SGLang server at http://h:1 has the model /other, and {why}. Fix: start it with --model-path /model"
+    assert (
+        line
+        == f"the SGLang server at http://h:1 has the model /other, and {why}. Fix: start it with --model-path /model"
+    )
     (tmp_path / "link").symlink_to("/model")
     assert attach_problems(config, evolve(CONTEXT, **changes), {**facts, "model_path": str(tmp_path / "link")}) == []
 
@@ -245,7 +325,9 @@ def test_an_evaluation_takes_one_server_of_those_that_the_role_has_devices_for()
     assert backend._context.devices == (4, 5)
 
 
-def test_a_server_that_ends_at_once_is_told_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_server_that_ends_at_once_is_told_with_the_end_of_its_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """This interpreter has no SGLang: the launcher's own error is what the log ends with."""
     pytest.importorskip("turnwise_hf", reason="the model and its chat come from turnwise-hf")
     if arguments.installed(sys.executable):

@@ -32,7 +32,11 @@ def test_devices_that_cannot_be_divided_are_an_error_that_names_the_sizes() -> N
 
 def test_the_cache_gets_what_the_weights_leave() -> None:
     facts = {"parameters": 7 * GB, "dtype": "fp16", "device_bytes": 80 * GB}
-    assert SglangConfig(**{SHARE: 0.5}).memory(facts) == {"weights": 14 * GB, "kv_cache": 26 * GB, "activations": RUNTIME_BYTES}
+    assert SglangConfig(**{SHARE: 0.5}).memory(facts) == {
+        "weights": 14 * GB,
+        "kv_cache": 26 * GB,
+        "activations": RUNTIME_BYTES,
+    }
     assert SglangConfig(**{SHARE: 0.5, TP: 2}).memory(facts)["weights"] == 7 * GB
     assert SglangConfig(**{SHARE: 0.1}).memory(facts)["kv_cache"] == 0
 
@@ -115,7 +119,9 @@ def test_a_server_without_the_weights_of_the_one_before_it_is_not_sampled_from(t
     async def scene() -> None:
         served = backend(tmp_path)
         served._links.current = Link(cast(Any, None), None, bare=True)
-        with pytest.raises(EngineError, match="SGLang died and was started again; its weights had come by process_group"):
+        with pytest.raises(
+            EngineError, match="SGLang died and was started again; its weights had come by process_group"
+        ):
             await served.generate(Request(0, GeneratingArgs(), 4, ids=int32([3])))
 
     asyncio.run(scene())

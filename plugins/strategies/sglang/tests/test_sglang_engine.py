@@ -1,4 +1,5 @@
-"""The real engine: log-probs, seeds, weights that arrive in every way and at every moment, and a server that is killed."""
+"""The real engine: log-probs, seeds, weights that arrive in every way and at every moment, and a server that is
+killed."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ WAITS = (0.3, 0.1, 0.03)
 """Seconds until requests are under way and have not all ended: which, depends on the machine."""
 
 
-async def streamed(backend: SglangBackend, version: int, model: int, named: list[tuple[str, torch.Tensor]] | None = None) -> int:
+async def streamed(
+    backend: SglangBackend, version: int, model: int, named: list[tuple[str, torch.Tensor]] | None = None
+) -> int:
     """The weights of the model of `model` by shared memory, a decoder layer at a time."""
     state = load_causal_lm(fixtures.model(model), "fp32", "eager").state_dict()
     sender = Sender(1, 240.0)
@@ -124,7 +127,9 @@ def test_log_probs_are_the_models_after_updates_by_a_process_group(life: Life, f
     other.close()
 
 
-def test_a_process_group_without_its_trainer_or_with_an_absent_partner_ends_in_one_error(life: Life, folder_offer: Offers) -> None:
+def test_a_process_group_without_its_trainer_or_with_an_absent_partner_ends_in_one_error(
+    life: Life, folder_offer: Offers
+) -> None:
     hub = Hub("", torch.device("cpu"), 3.0)
     gone = hub.sender(1)
     gone.close()
@@ -179,7 +184,9 @@ def test_a_stop_id_ends_a_response_and_is_part_of_it(life: Life) -> None:
 
 def test_a_stop_string_ends_a_response_with_the_token_that_completed_it(life: Life) -> None:
     whole = next(a for a in life.run(together(life.backend, *[ask(seed) for seed in range(8)])) if len(a.ids) > 12)
-    seed = next(seed for seed in range(8) if life.run(together(life.backend, ask(seed)))[0].ids.tolist() == whole.ids.tolist())
+    seed = next(
+        seed for seed in range(8) if life.run(together(life.backend, ask(seed)))[0].ids.tolist() == whole.ids.tolist()
+    )
     words = fixtures.chat().decode(whole.ids[4:6]).split()
     (cut,) = life.run(together(life.backend, ask(seed, stop_strings=(words[-1],), include_stop_str_in_output=False)))
     assert cut.finish == "stop"
@@ -204,7 +211,9 @@ def test_weights_that_arrive_in_mid_generation_divide_the_response(life: Life, f
         await asyncio.sleep(0.25)
         assert await life.backend.receive(folder_offer(3, 1)) == 3
         answers = await asyncio.gather(*tasks)
-        return next((request, a) for request, a in zip(requests, answers, strict=True) if len(set(a.versions.tolist())) == 2)
+        return next(
+            (request, a) for request, a in zip(requests, answers, strict=True) if len(set(a.versions.tolist())) == 2
+        )
 
     request, answer = life.run(scene())
     assert answer.versions.tolist() == sorted(answer.versions.tolist())
@@ -227,7 +236,10 @@ def test_names_and_shapes_that_the_engine_would_pass_over_are_refused(life: Life
     state = load_causal_lm(fixtures.model(1), "fp32", "eager").state_dict()
     first = next(iter(state.items()))
     cases = [
-        ([*state.items(), ("model.layers.0.typo.weight", torch.zeros(2))], r"offers 'model\.layers\.0\.typo\.weight', which the model's folder"),
+        (
+            [*state.items(), ("model.layers.0.typo.weight", torch.zeros(2))],
+            r"offers 'model\.layers\.0\.typo\.weight', which the model's folder",
+        ),
         ([first], "tensors were not offered, such as"),
         ([(first[0], first[1][:1].clone())], "has shape"),
     ]
@@ -277,7 +289,9 @@ def test_a_request_given_up_leaves_the_server(life: Life) -> None:
 
 def test_responses_in_progress_are_sampled_anew_where_the_pause_aborts_them(life: Life, folder_offer: Offers) -> None:
     async def scene() -> list[Generation]:
-        backend = SglangBackend(fixtures.attach(life.backend._links.current.server, pause_mode="abort"), fixtures.context())
+        backend = SglangBackend(
+            fixtures.attach(life.backend._links.current.server, pause_mode="abort"), fixtures.context()
+        )
         for wait in WAITS:
             await backend.receive(folder_offer(6, 1))
             tasks = [asyncio.create_task(backend.generate(ask(seed, limit=480, ids=(12,)))) for seed in range(16)]
@@ -300,9 +314,15 @@ def test_an_attached_server_that_ignores_seeds_or_is_not_there_is_told(life: Lif
         wrong = SglangBackend(fixtures.attach(server, dp_size=2), fixtures.context())
         with pytest.raises(ConfigError, match="has dp_size 1, the configuration 2"):
             await wrong.generate(ask())
-        other = SglangBackend(fixtures.attach(server), fixtures.context(model=fixtures.model(1), updates=False, dtype="bf16"))
+        other = SglangBackend(
+            fixtures.attach(server), fixtures.context(model=fixtures.model(1), updates=False, dtype="bf16")
+        )
         with pytest.raises(
-            ConfigError, match=r"and no weights will be sent\. Fix: start it with --model-path /.*\n.*has the dtype float32, the run bf16"
+            ConfigError,
+            match=(
+                r"and no weights will be sent\. Fix: start it with --model-path /.*\n.*has the dtype float32, the run"
+                r" bf16"
+            ),
         ):
             await other.generate(ask())
         absent = SglangBackend(SglangConfig(base_url="http://127.0.0.1:9"), fixtures.context())
@@ -321,14 +341,23 @@ def test_who_lacks_the_servers_key_gets_nothing_from_it(life: Life, key: str | N
         family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
         assert not any(server.key in word for process in family for word in process.cmdline())
         client = Client(server.url, 30.0, key)
-        paths = ("/generate", "/v1/completions", "/update_weights_from_disk", "/pause_generation", "/flush_cache", "/load_lora_adapter_from_tensors")
+        paths = (
+            "/generate",
+            "/v1/completions",
+            "/update_weights_from_disk",
+            "/pause_generation",
+            "/flush_cache",
+            "/load_lora_adapter_from_tensors",
+        )
         calls = [*(("POST", path) for path in paths), ("GET", "/server_info"), ("GET", "/model_info")]
         assert {(await client.send(method, path, {})).status_code for method, path in calls} == {401}
         assert await client.healthy()
         await client.close()
         if key is None:
             unnamed = SglangBackend(SglangConfig(base_url=server.url), fixtures.context())
-            with pytest.raises(EngineError, match=r"SGLang refused /server_info \(401\).* Fix: strategy_config\.api_key_env"):
+            with pytest.raises(
+                EngineError, match=r"SGLang refused /server_info \(401\).* Fix: strategy_config\.api_key_env"
+            ):
                 await unnamed.generate(ask())
             await unnamed.close()
 
@@ -336,10 +365,15 @@ def test_who_lacks_the_servers_key_gets_nothing_from_it(life: Life, key: str | N
 
 
 def test_the_conformance_kit_passes(life: Life) -> None:
-    code = "from turnwise.testing.kit import run_conformance; import sys; sys.exit(run_conformance('sglang', 'inference_backend', strict=True))"
+    code = (
+        "from turnwise.testing.kit import run_conformance; import sys; sys.exit(run_conformance('sglang',"
+        " 'inference_backend', strict=True))"
+    )
     server = life.backend._links.current.server
     environment = {**os.environ, fixtures.URL: server.url, fixtures.KEY: server.key}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:]
 
 
@@ -362,7 +396,9 @@ def test_a_run_trains_with_an_attached_server(life: Life, tmp_path: Path) -> Non
 @pytest.mark.matrix
 def test_a_run_trains_adapters_and_sends_them_alone(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="the trainer's adapters are PEFT's")
-    trained(tmp_path, f"python: {fixtures.interpreter()}", ", lora_rank: 4, lora_target: all-linear, lora_sync: adapter")
+    trained(
+        tmp_path, f"python: {fixtures.interpreter()}", ", lora_rank: 4, lora_target: all-linear, lora_sync: adapter"
+    )
 
 
 def test_a_killed_server_is_replaced_with_its_weights_and_its_requests_are_answered(life: Life, shared: Any) -> None:

@@ -33,10 +33,20 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 def expert(place: Path, seed: int) -> Path:
     """A small Qwen3-MoE, wide enough that another weight shows in every log-prob."""
     source = pytest.importorskip("turnwise_hf.source", reason="the model and its chat come from turnwise-hf")
-    facts = {"architecture": "qwen3_moe", "hidden_size": 64, "num_heads": 2, "initializer_range": 0.15, "max_position_embeddings": 512}
+    facts = {
+        "architecture": "qwen3_moe",
+        "hidden_size": 64,
+        "num_heads": 2,
+        "initializer_range": 0.15,
+        "max_position_embeddings": 512,
+    }
     facts["tie_word_embeddings"] = False
-    texts = [{"role": "user", "content": text} for text in ("Which way?", "Left", "Down", "Right", "Up", "one two three a b")]
-    folder: Path = source.HfModelSource(None, ModelSourceContext(cache=place, texts=lambda: texts)).prepare({"recipe": {**facts, "seed": seed}})
+    texts = [
+        {"role": "user", "content": text} for text in ("Which way?", "Left", "Down", "Right", "Up", "one two three a b")
+    ]
+    folder: Path = source.HfModelSource(None, ModelSourceContext(cache=place, texts=lambda: texts)).prepare(
+        {"recipe": {**facts, "seed": seed}}
+    )
     return folder
 
 
@@ -66,12 +76,15 @@ def backend(run: Run, folders: Callable[[int], Path]) -> Iterator[SglangBackend]
 
 
 def off(run: Run, backend: SglangBackend, folder: Path) -> float:
-    """The largest difference of a log-prob from that of a plain forward pass of the model in `folder`, over answers at two temperatures."""
+    """The largest difference of a log-prob from that of a plain forward pass of the model in `folder`, over answers at
+    two temperatures."""
     largest = 0.0
     for seed, temperature in enumerate((0.7, 1.0)):
         request = Request(seed, GeneratingArgs(12, temperature), 12, (seed,), ids=int32((1, 12, 13, 14, 2)))
         answer = run(backend.generate(request))
-        expected = fixtures.reference_logprobs(np.concatenate([request.ids, answer.ids]), temperature, folder)[-len(answer.ids) :]
+        expected = fixtures.reference_logprobs(np.concatenate([request.ids, answer.ids]), temperature, folder)[
+            -len(answer.ids) :
+        ]
         largest = max(largest, float(np.abs(answer.logprobs - expected).max()))
     return largest
 
@@ -87,7 +100,9 @@ async def streamed(backend: SglangBackend, version: int, folder: Path) -> int:
         await asyncio.gather(sending, return_exceptions=True)
 
 
-def test_log_probs_are_the_models_before_and_after_experts_come_one_by_one(run: Run, backend: SglangBackend, folders: Callable[[int], Path]) -> None:
+def test_log_probs_are_the_models_before_and_after_experts_come_one_by_one(
+    run: Run, backend: SglangBackend, folders: Callable[[int], Path]
+) -> None:
     assert off(run, backend, folders(0)) < CLOSE
     assert off(run, backend, folders(1)) > FAR
     assert run(streamed(backend, 1, folders(1))) == 1

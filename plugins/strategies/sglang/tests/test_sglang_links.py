@@ -1,4 +1,5 @@
-"""Servers that die at every moment, and what a backend does about it: the HTTP interface and the process are stand-ins."""
+"""Servers that die at every moment, and what a backend does about it: the HTTP interface and the process are
+stand-ins."""
 
 from __future__ import annotations
 
@@ -26,12 +27,17 @@ from turnwise_sglang.lora import Adapter
 from turnwise_sglang.memory import MEMORY
 from turnwise_sglang.server import Server
 
-PAUSE, DISK, RELEASE, RESUME = "/pause_generation", "/update_weights_from_disk", "/release_memory_occupation", "/resume_memory_occupation"
+PAUSE, DISK, RELEASE, RESUME = (
+    "/pause_generation",
+    "/update_weights_from_disk",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+)
 
 
 class Fake:
-    """A server and its interface in one. `dies`: the calls that kill it; `breaks`: those that break off though it lives on; `refuses`: those that
-    it answers with an error."""
+    """A server and its interface in one. `dies`: the calls that kill it; `breaks`: those that break off though it lives
+    on; `refuses`: those that it answers with an error."""
 
     log = Path("server.log")
     url = "http://h:1"
@@ -141,7 +147,9 @@ def test_servers_that_die_of_every_pause_are_too_many_at_last(tmp_path: Path) ->
         servers = [Fake(dies=(PAUSE,)) for _ in range(3)]
         backend = built(tmp_path, *servers, restarts=2)
         for _ in range(2):
-            with pytest.raises(EngineLost, match=r"SGLang died \(signal SIGKILL\).* It was started again restarts = 2 times"):
+            with pytest.raises(
+                EngineLost, match=r"SGLang died \(signal SIGKILL\).* It was started again restarts = 2 times"
+            ):
                 await backend.pause()
         assert all(server.stopped for server in servers)
         stubborn = Fake(breaks=(PAUSE,))
@@ -184,7 +192,10 @@ def test_an_update_of_a_server_that_cannot_be_replaced_tells_so(tmp_path: Path) 
     played(scene)
 
 
-CUDA = "Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\nReceived sigquit from a child process."
+CUDA = (
+    "Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\nReceived sigquit from a child"
+    " process."
+)
 
 
 def test_a_server_that_dies_of_its_memory_tells_the_phase_and_the_keys(tmp_path: Path) -> None:
@@ -192,7 +203,10 @@ def test_a_server_that_dies_of_its_memory_tells_the_phase_and_the_keys(tmp_path:
         dying = Fake(dies=("/generate",))
         dying.said = CUDA
         lower = "Fix: lower mem_fraction_static, max_running_requests, chunked_prefill_size or context_length"
-        with pytest.raises(EngineLost, match=rf"^out of memory, in sampling of actor_infer: SGLang died .* restarts = 0 times\. {lower}$"):
+        with pytest.raises(
+            EngineLost,
+            match=rf"^out of memory, in sampling of actor_infer: SGLang died .* restarts = 0 times\. {lower}$",
+        ):
             await built(tmp_path, dying, restarts=0).generate(ask())
 
         async def updated(link: Link, offer: Offer) -> Link:
@@ -204,7 +218,9 @@ def test_a_server_that_dies_of_its_memory_tells_the_phase_and_the_keys(tmp_path:
             dying.said = CUDA
             backend = built(tmp_path, dying, Fake(), restarts=restarts)
             backend._update = updated  # type: ignore[method-assign]
-            with pytest.raises(error, match=rf"^out of memory, in the weight update of actor_infer: SGLang died .*\. {fix}$"):
+            with pytest.raises(
+                error, match=rf"^out of memory, in the weight update of actor_infer: SGLang died .*\. {fix}$"
+            ):
                 await backend.receive(Offer("safetensors", 1, {}))
             await backend.close()
 
@@ -214,13 +230,22 @@ def test_a_server_that_dies_of_its_memory_tells_the_phase_and_the_keys(tmp_path:
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        (CUDA, "out of memory, in the start of actor_infer: it died. Fix: lower mem_fraction_static, max_running_requests"),
+        (
+            CUDA,
+            "out of memory, in the start of actor_infer: it died. Fix: lower mem_fraction_static, max_running_requests",
+        ),
         (
             "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
             "no memory left for the cache, in the start of actor_infer",
         ),
-        ("ValueError: Loaded weights leave no GPU memory for the KV cache under", "no memory left for the cache, in the start of actor_infer"),
-        ("RuntimeError: Decode out of memory. Try to lower your batch size.", "no memory left for the cache, in the start of actor_infer"),
+        (
+            "ValueError: Loaded weights leave no GPU memory for the KV cache under",
+            "no memory left for the cache, in the start of actor_infer",
+        ),
+        (
+            "RuntimeError: Decode out of memory. Try to lower your batch size.",
+            "no memory left for the cache, in the start of actor_infer",
+        ),
         ("CUDA error: an illegal memory access was encountered", "it died"),
     ],
 )
@@ -228,8 +253,12 @@ def test_words_about_memory_become_one_line(said: str, told: str) -> None:
     assert MEMORY.explained("it died", said, "the start").startswith(told)
 
 
-@pytest.mark.parametrize(("log", "hinted"), [("", True), ("INFO up", True), ("INFO up\nValueError: another reason", False)])
-def test_a_server_that_was_killed_without_a_word_may_have_filled_main_memory(tmp_path: Path, log: str, hinted: bool) -> None:
+@pytest.mark.parametrize(
+    ("log", "hinted"), [("", True), ("INFO up", True), ("INFO up\nValueError: another reason", False)]
+)
+def test_a_server_that_was_killed_without_a_word_may_have_filled_main_memory(
+    tmp_path: Path, log: str, hinted: bool
+) -> None:
     server = Server.__new__(Server)
     server.log = tmp_path / "log"
     server.log.write_text(log, encoding="utf-8")
@@ -245,7 +274,9 @@ def test_a_refusal_for_lack_of_memory_tells_the_phase_of_the_call() -> None:
         assert str(api._refused("/update_weights_from_tensor", 400, text)).startswith(
             "out of memory, in the weight update of actor_infer: SGLang refused"
         )
-        assert str(api._refused("/resume_memory_occupation", 500, text)).startswith("out of memory, in the wake-up of actor_infer: ")
+        assert str(api._refused("/resume_memory_occupation", 500, text)).startswith(
+            "out of memory, in the wake-up of actor_infer: "
+        )
         assert str(api._refused("/generate", 400, '{"message": "no"}')) == "SGLang refused /generate (400): no"
         await api.close()
 
@@ -377,7 +408,9 @@ def test_closing_does_not_wait_for_a_server_of_ours_to_end_its_requests(tmp_path
     played(scene)
 
 
-def test_what_only_the_models_folder_tells_is_asked_again_when_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_the_models_folder_tells_is_asked_again_when_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seeing = folder(tmp_path, '{"vocab_size": 32, "vision_config": {}}')
     monkeypatch.chdir(seeing)
     assert sees(seeing) and not sees(Path()) and not sees(None)
@@ -387,7 +420,10 @@ def test_what_only_the_models_folder_tells_is_asked_again_when_it_is_there(tmp_p
     with pytest.raises(ConfigError, match="adapters alone for a model that takes images are not supported by sglang"):
         SglangBackend(SglangConfig(), InferenceContext(seeing, chat, lora=lora))
     (line,) = map(str, SglangBackend.check(attached, InferenceContext(seeing, chat)))
-    assert line.endswith("base_url: an attached SGLang server may keep features of images from old weights. Fix: python in place of base_url")
+    assert line.endswith(
+        "base_url: an attached SGLang server may keep features of images from old weights. Fix: python in place of"
+        " base_url"
+    )
     with pytest.raises(ConfigError, match="an attached SGLang server may keep features"):
         SglangBackend(attached, InferenceContext(seeing, chat))
     SglangBackend(SglangConfig(), InferenceContext(seeing, chat))

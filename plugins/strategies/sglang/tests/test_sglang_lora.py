@@ -1,4 +1,5 @@
-"""Adapters alone, in the real engine: its log-probs are a PEFT model's, whatever brought the adapter and whenever it came."""
+"""Adapters alone, in the real engine: its log-probs are a PEFT model's, whatever brought the adapter and whenever it
+came."""
 
 from __future__ import annotations
 
@@ -38,11 +39,14 @@ Adapters = Callable[[int], Path]
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
-    """Folders that PEFT itself wrote, by seed: an even one adapts every linear layer, an odd one PEFT's choice for the model."""
+    """Folders that PEFT itself wrote, by seed: an even one adapts every linear layer, an odd one PEFT's choice for the
+    model."""
 
     @functools.cache
     def written(seed: int) -> Path:
-        config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=None if seed % 2 else "all-linear", task_type="CAUSAL_LM")
+        config = peft.LoraConfig(
+            r=RANK, lora_alpha=ALPHA, target_modules=None if seed % 2 else "all-linear", task_type="CAUSAL_LM"
+        )
         model = peft.get_peft_model(load_causal_lm(fixtures.model(), "fp32", "eager"), config)
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in model.named_parameters():
@@ -62,7 +66,9 @@ def adapted(folder: Path | None) -> Any:
 
 
 def ask(seed: int = 0, limit: int = 40, ids: tuple[int, ...] = (1, 12, 13, 14, 2), **args: Any) -> Request:
-    return Request(seed, GeneratingArgs(**{"max_new_tokens": limit, "temperature": 0.7, **args}), limit, (seed,), ids=int32(ids))
+    return Request(
+        seed, GeneratingArgs(**{"max_new_tokens": limit, "temperature": 0.7, **args}), limit, (seed,), ids=int32(ids)
+    )
 
 
 def differences(request: Request, answer: Generation, folder: Path | None) -> np.ndarray:
@@ -99,7 +105,12 @@ def offered(folder: Path, version: int, transport: str, payload: dict[str, Any])
 
 
 async def bring(
-    backend: SglangBackend, folder: Path, version: int, transport: str, hub: Hub | None = None, tensors: dict[str, torch.Tensor] | None = None
+    backend: SglangBackend,
+    folder: Path,
+    version: int,
+    transport: str,
+    hub: Hub | None = None,
+    tensors: dict[str, torch.Tensor] | None = None,
 ) -> int:
     """As a trainer does."""
     if transport == "safetensors":
@@ -124,18 +135,27 @@ def parity(backend: SglangBackend, run: Any, version: int, folder: Path | None, 
         assert differences(request, answer, other).max() > 0.1
 
 
-def test_the_model_without_an_adapter_serves_until_the_first_one_comes(backend: SglangBackend, run: Any, adapters: Adapters) -> None:
+def test_the_model_without_an_adapter_serves_until_the_first_one_comes(
+    backend: SglangBackend, run: Any, adapters: Adapters
+) -> None:
     parity(backend, run, 0, None, adapters(0))
 
 
-def test_log_probs_are_the_peft_models_after_every_transport(backend: SglangBackend, run: Any, adapters: Adapters) -> None:
+def test_log_probs_are_the_peft_models_after_every_transport(
+    backend: SglangBackend, run: Any, adapters: Adapters
+) -> None:
     hub = Hub("", torch.device("cpu"), 60.0)
     for version, transport in enumerate(("safetensors", "shared_memory", "process_group", "process_group"), start=1):
-        assert run(bring(backend, adapters(version), version, transport, hub if transport == "process_group" else None)) == version
+        assert (
+            run(bring(backend, adapters(version), version, transport, hub if transport == "process_group" else None))
+            == version
+        )
         parity(backend, run, version, adapters(version), adapters(version - 1))
     hub.close()
     named = run(backend._links.current.api.get("/v1/models"))["data"]  # type: ignore[union-attr]
-    assert [facts["id"].startswith("turnwise-4-") for facts in named if facts.get("parent")] == [True], "the adapters before it were unloaded"
+    assert [facts["id"].startswith("turnwise-4-") for facts in named if facts.get("parent")] == [True], (
+        "the adapters before it were unloaded"
+    )
 
 
 @pytest.mark.matrix
@@ -154,7 +174,9 @@ def test_an_adapter_reaches_every_process_of_a_server(run: Any, adapters: Adapte
         run(backend.close())
 
 
-def test_an_adapter_that_arrives_in_mid_generation_divides_the_response(backend: SglangBackend, run: Any, adapters: Adapters) -> None:
+def test_an_adapter_that_arrives_in_mid_generation_divides_the_response(
+    backend: SglangBackend, run: Any, adapters: Adapters
+) -> None:
     """Tokens before the cut are the old adapter's, those after it the new one's, recomputed from the ids."""
     requests = [ask(seed, limit=400, ids=(12,)) for seed in range(12)]
 
@@ -167,7 +189,12 @@ def test_an_adapter_that_arrives_in_mid_generation_divides_the_response(backend:
     def divided(answers: list[Generation]) -> list[tuple[Request, Generation]]:
         return [(r, a) for r, a in zip(requests, answers, strict=True) if len(set(a.versions.tolist())) == 2]
 
-    for wait in (0.3, 0.1, 1.0, 3.0):  # until some are under way, and not all at their end: how long that is depends on the machine
+    for wait in (
+        0.3,
+        0.1,
+        1.0,
+        3.0,
+    ):  # until some are under way, and not all at their end: how long that is depends on the machine
         run(bring(backend, adapters(2), 5, "safetensors"))
         if found := divided(run(scene(6, adapters(1), wait))):
             break
@@ -185,7 +212,9 @@ def test_an_adapter_that_arrives_in_mid_generation_divides_the_response(backend:
     assert [a.ids.tolist() for a in same] == [a.ids.tolist() for a in whole]
 
 
-def test_what_is_no_adapter_of_the_model_is_refused(backend: SglangBackend, run: Any, adapters: Adapters, tmp_path: Path) -> None:
+def test_what_is_no_adapter_of_the_model_is_refused(
+    backend: SglangBackend, run: Any, adapters: Adapters, tmp_path: Path
+) -> None:
     with pytest.raises(EngineError, match="brings whole weights, and SGLang was started for adapters alone"):
         run(backend.receive(Offer("safetensors", 9, {"folder": str(fixtures.model())})))
     with pytest.raises(EngineError, match="cannot read the adapters in"):
@@ -204,7 +233,9 @@ def test_what_is_no_adapter_of_the_model_is_refused(backend: SglangBackend, run:
 
 
 @pytest.mark.matrix
-def test_a_killed_server_is_replaced_with_the_adapter_it_had(backend: SglangBackend, run: Any, adapters: Adapters) -> None:
+def test_a_killed_server_is_replaced_with_the_adapter_it_had(
+    backend: SglangBackend, run: Any, adapters: Adapters
+) -> None:
     """The last test of this server."""
     requests = [ask(seed, limit=300, ids=(12,)) for seed in range(8)]
 

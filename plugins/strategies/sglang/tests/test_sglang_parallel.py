@@ -1,4 +1,5 @@
-"""Servers of two processes, and of half precision: log-probs are the model's before and after weights came by every transport that they have."""
+"""Servers of two processes, and of half precision: log-probs are the model's before and after weights came by every
+transport that they have."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def test_log_probs_of_two_processes_are_the_models_before_and_after_updates(size
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_weights_in_fp32_are_cast_to_the_servers_precision(dtype: str) -> None:
-    served({}, dtype, TRANSPORTS["tp_size"], 0.15)  # twice what 8 bits of a mantissa round to here; other weights are off by more than 1
+    served(
+        {}, dtype, TRANSPORTS["tp_size"], 0.15
+    )  # twice what 8 bits of a mantissa round to here; other weights are off by more than 1
 
 
 def served(sizes: dict[str, int], dtype: str, transports: tuple[str, ...], atol: float) -> None:
@@ -87,11 +90,15 @@ def parity(run: Callable[[Any], Any], backend: SglangBackend, version: int, atol
         return list(await asyncio.gather(*map(backend.generate, requests)))
 
     temperatures = (0.7, 1.0, 0.7, 1.0)
-    requests = [Request(n, GeneratingArgs(12, t), 12, (0, 0, n, 0, 0), ids=int32((1, 12, 13, 14, 2))) for n, t in enumerate(temperatures)]
+    requests = [
+        Request(n, GeneratingArgs(12, t), 12, (0, 0, n, 0, 0), ids=int32((1, 12, 13, 14, 2)))
+        for n, t in enumerate(temperatures)
+    ]
     for request, answer in zip(requests, run(scene()), strict=True):
         ids = np.concatenate([request.ids, answer.ids])
         expected, other = (
-            fixtures.reference_logprobs(ids, request.args.temperature, fixtures.model(m % 2))[-len(answer.ids) :] for m in (version, version + 1)
+            fixtures.reference_logprobs(ids, request.args.temperature, fixtures.model(m % 2))[-len(answer.ids) :]
+            for m in (version, version + 1)
         )
         assert set(answer.versions.tolist()) == {version}
         assert np.abs(answer.logprobs - expected).max() < atol
@@ -103,7 +110,11 @@ async def update(backend: SglangBackend, transport: str, version: int, model: in
     if transport == "safetensors":
         return await backend.receive(Offer(transport, version, {"folder": str(fixtures.model(model))}))
     hub = Hub("", torch.device("cpu"), 60.0)
-    sender: Any = Sender(backend.receivers(transport), 60.0) if transport == "shared_memory" else hub.sender(backend.receivers(transport))
+    sender: Any = (
+        Sender(backend.receivers(transport), 60.0)
+        if transport == "shared_memory"
+        else hub.sender(backend.receivers(transport))
+    )
     state = load_causal_lm(fixtures.model(model), "fp32", "eager").state_dict()
     sending = asyncio.create_task(asyncio.to_thread(sender.send, buckets(state.items(), 1)))
     try:

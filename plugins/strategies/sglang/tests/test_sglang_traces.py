@@ -27,10 +27,11 @@ def short() -> Iterator[Path]:
 
 def test_a_server_whose_run_is_killed_leaves_nothing(short: Path, shared: Any) -> None:
     code = (
-        "import sys, time; from turnwise_sglang import fixtures as f; from turnwise_sglang.server import Server; "
-        "from turnwise_sglang.arguments import environment, server_arguments; from turnwise_sglang.config import SglangConfig; "
-        "c = SglangConfig(python=f.interpreter()); s = Server(c.python, server_arguments(c, f.context(), int(sys.argv[1])), "
-        "environment(c, f.context()), int(sys.argv[1])); print(f'group={s.pid}', flush=True); time.sleep(300)"
+        "import sys, time; from turnwise_sglang import fixtures as f; from turnwise_sglang.server import Server; from"
+        " turnwise_sglang.arguments import environment, server_arguments; from turnwise_sglang.config import"
+        " SglangConfig; c = SglangConfig(python=f.interpreter()); s = Server(c.python, server_arguments(c, f.context(),"
+        " int(sys.argv[1])), environment(c, f.context()), int(sys.argv[1])); print(f'group={s.pid}', flush=True);"
+        " time.sleep(300)"
     )
     command = [sys.executable, "-c", code, str(free_port())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(short)}) as run:

@@ -35,9 +35,19 @@ LIMIT = 8
 def seeing(place: Path, seed: int) -> Path:
     """A small Qwen2.5-VL, wide enough that another image or weight shows in every log-prob."""
     source = pytest.importorskip("turnwise_hf.source", reason="the model and its chat come from turnwise-hf")
-    facts = {"architecture": "qwen2_5_vl", "hidden_size": 64, "num_heads": 2, "initializer_range": 0.2, "max_position_embeddings": 512}
-    texts = [{"role": "user", "content": text} for text in ("Which way?", "Left", "Down", "Right", "Up", "one two three a b")]
-    folder: Path = source.HfModelSource(None, ModelSourceContext(cache=place, texts=lambda: texts)).prepare({"recipe": {**facts, "seed": seed}})
+    facts = {
+        "architecture": "qwen2_5_vl",
+        "hidden_size": 64,
+        "num_heads": 2,
+        "initializer_range": 0.2,
+        "max_position_embeddings": 512,
+    }
+    texts = [
+        {"role": "user", "content": text} for text in ("Which way?", "Left", "Down", "Right", "Up", "one two three a b")
+    ]
+    folder: Path = source.HfModelSource(None, ModelSourceContext(cache=place, texts=lambda: texts)).prepare(
+        {"recipe": {**facts, "seed": seed}}
+    )
     return folder
 
 
@@ -107,7 +117,13 @@ def parity(backend: SglangBackend, run: Any, chat: Any, folder: Path, other: Pat
         return list(await asyncio.gather(*map(backend.generate, requests)))
 
     # The third is no multiple of a patch: it is scaled. The fifth is the first again: its prompt may be in the cache.
-    shown = [(picture(0, 56, 84),), (), (picture(1, 50, 90),), (picture(2, 28, 28), picture(3, 84, 56)), (picture(0, 56, 84),)]
+    shown = [
+        (picture(0, 56, 84),),
+        (),
+        (picture(1, 50, 90),),
+        (picture(2, 28, 28), picture(3, 84, 56)),
+        (picture(0, 56, 84),),
+    ]
     requests = [ask(chat, seed, *images) for seed, images in enumerate(shown * 2)]
     checked = 0
     for request, whole in zip(requests, run(scene()), strict=True):
@@ -120,7 +136,9 @@ def parity(backend: SglangBackend, run: Any, chat: Any, folder: Path, other: Pat
     assert checked >= 4
 
 
-def test_log_probs_with_images_are_the_models_before_and_after_updates(backend: SglangBackend, run: Any, chat: Any, folders: Any) -> None:
+def test_log_probs_with_images_are_the_models_before_and_after_updates(
+    backend: SglangBackend, run: Any, chat: Any, folders: Any
+) -> None:
     parity(backend, run, chat, folders(0), folders(1))
     assert run(backend.receive(Offer("safetensors", 1, {"folder": str(folders(1))}))) == 1
     parity(backend, run, chat, folders(1), folders(0))
@@ -138,7 +156,9 @@ def test_log_probs_with_images_are_the_models_before_and_after_updates(backend: 
     parity(backend, run, chat, folders(0), folders(1))
 
 
-def test_an_update_in_mid_generation_computes_the_images_anew(backend: SglangBackend, run: Any, chat: Any, folders: Any) -> None:
+def test_an_update_in_mid_generation_computes_the_images_anew(
+    backend: SglangBackend, run: Any, chat: Any, folders: Any
+) -> None:
     requests = [ask(chat, seed, picture(seed, 56, 84), limit=300) for seed in range(24)]
     token = Vision(folders(0)).token
 
@@ -158,7 +178,9 @@ def test_an_update_in_mid_generation_computes_the_images_anew(backend: SglangBac
     for part in (0.5, 0.7, 0.6, 0.35, 0.8, 0.9, 0.45, 0.2) * 2:  # until the update meets responses in decoding
         run(backend.receive(Offer("safetensors", version, {"folder": str(folders(0))})))
         took = run(undisturbed())
-        run(backend.receive(Offer("safetensors", version + 1, {"folder": str(folders(0))})))  # nothing is in the cache, as before
+        run(
+            backend.receive(Offer("safetensors", version + 1, {"folder": str(folders(0))}))
+        )  # nothing is in the cache, as before
         version += 2
         if cut := run(scene(version, part * took)):
             break

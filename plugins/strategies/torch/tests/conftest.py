@@ -42,7 +42,8 @@ def build(folder: Path) -> Callable[..., TorchStrategy]:
 
 
 def make_rows(seed: int = 0, samples: int = 9) -> Rows:
-    """Samples of 5 to 20 tokens, two or three turns each; one without a response, one with tokens after its last response."""
+    """Samples of 5 to 20 tokens, two or three turns each; one without a response, one with tokens after its last
+    response."""
     rng = np.random.default_rng(seed)
     ids, masks, turns, trajectories = [], [], [], []
     for s in range(samples):

@@ -1,4 +1,5 @@
-"""One of two ranks that share models by FSDP2, and what it shares with the tests: `fsdp_worker.py RANK FOLDER PHASE`, PHASE `first` or `resumed`."""
+"""One of two ranks that share models by FSDP2, and what it shares with the tests: `fsdp_worker.py RANK FOLDER PHASE`,
+PHASE `first` or `resumed`."""
 
 from __future__ import annotations
 
@@ -52,7 +53,11 @@ class Case:
 
 
 def packed(budget: int) -> dict[str, Any]:
-    return {"use_sequence_packing": True, "max_tokens_per_microbatch_in_train": budget, "max_tokens_per_microbatch_in_infer": budget}
+    return {
+        "use_sequence_packing": True,
+        "max_tokens_per_microbatch_in_train": budget,
+        "max_tokens_per_microbatch_in_infer": budget,
+    }
 
 
 DOUBLE: dict[str, Any] = {"dtype": "fp64"}
@@ -92,7 +97,13 @@ def picture_update(folder: Path) -> Update:
     prompt = [1, 52, *[50] * vision.tokens(picture), 53, 3]
     mask = np.array([*[False] * len(prompt), True, True, False, False, True, True, True])
     numbers = {name: np.zeros(5, np.int64) for name in ("sample", "turn", "trajectory")}
-    columns = {"coef": np.full(5, 0.2), "weight": np.ones(5), "advantages": np.linspace(-1, 1, 5), "old_log_probs": np.full(5, np.nan), **numbers}
+    columns = {
+        "coef": np.full(5, 0.2),
+        "weight": np.ones(5),
+        "advantages": np.linspace(-1, 1, 5),
+        "old_log_probs": np.full(5, np.nan),
+        **numbers,
+    }
     ids = np.array([*prompt, 4, 5, 9, 10, 12, 13, 14], np.int32)
     return Update(Rows(ids, np.array([0, len(prompt) + 2, len(ids)]), mask, columns, ((picture,), ())), lr=1e-3)
 
@@ -116,7 +127,10 @@ def silent() -> list[Update]:
     owner = np.repeat(rows, np.diff(np.concatenate([[0], np.cumsum(given.rows.response_mask)])[given.rows.offsets]))
     lengths = np.bincount(owner, minlength=len(rows))
     trajectory = np.array([columns["trajectory"][owner == row][0] for row in rows])
-    made = [token_coefficients(mode, "trajectory", rows, trajectory, np.ones(len(rows)), lengths, scale=30.0)[owner] for mode in MODES]
+    made = [
+        token_coefficients(mode, "trajectory", rows, trajectory, np.ones(len(rows)), lengths, scale=30.0)[owner]
+        for mode in MODES
+    ]
     return [evolve(given, rows=evolve(given.rows, columns={**columns, "coef": coef}), lr=0.0) for coef in made]
 
 
@@ -153,7 +167,9 @@ def build(case: Case, folder: Path, ranks: Ranks | None = None) -> TorchStrategy
     return TorchStrategy(case.config, TrainContext(**{**options, **case.changes}))
 
 
-def outcome(strategy: TorchStrategy, share: Callable[[Rows], np.ndarray], numbers: Sequence[int] = range(5)) -> dict[str, Any]:
+def outcome(
+    strategy: TorchStrategy, share: Callable[[Rows], np.ndarray], numbers: Sequence[int] = range(5)
+) -> dict[str, Any]:
     """Results of updates on this rank's share of their rows, its answers afterwards, and the whole weights."""
     results = []
     for number in numbers:
@@ -163,7 +179,12 @@ def outcome(strategy: TorchStrategy, share: Callable[[Rows], np.ndarray], number
     ask = strategy.values if strategy.context.head == "value" else strategy.logprobs
     mine = ask(rows.select(share(rows)))
     nobody = ask(rows.select(share(rows)[:1]) if strategy.context.ranks.rank else rows.select(np.zeros(0, np.int64)))
-    return {"results": results, "answers": mine, "few": len(nobody), "weights": {n: t.clone() for n, t in strategy.weights()}}
+    return {
+        "results": results,
+        "answers": mine,
+        "few": len(nobody),
+        "weights": {n: t.clone() for n, t in strategy.weights()},
+    }
 
 
 class Rank:
@@ -294,7 +315,9 @@ def adapters_alone(me: Rank) -> dict[str, Any]:
 def read(strategy: TorchStrategy, offer: Offer, way: Callable[..., Any]) -> dict[str, torch.Tensor]:
     """What a reader gets of a stream: on rank 0, which has one."""
     got: dict[str, torch.Tensor] = {}
-    reader = threading.Thread(target=lambda: got.update({name: t.clone() for bucket in way(offer.payload, 30) for name, t in bucket}))
+    reader = threading.Thread(
+        target=lambda: got.update({name: t.clone() for bucket in way(offer.payload, 30) for name, t in bucket})
+    )
     if strategy.context.ranks.rank == 0:
         reader.start()
     strategy.send(offer)

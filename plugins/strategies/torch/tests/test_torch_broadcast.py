@@ -1,4 +1,5 @@
-"""Broadcasts in a group of their own: what is sent arrives, the group lasts, and every partner that fails ends the update in one error."""
+"""Broadcasts in a group of their own: what is sent arrives, the group lasts, and every partner that fails ends the
+update in one error."""
 
 from __future__ import annotations
 
@@ -23,8 +24,15 @@ Named = list[tuple[str, Tensor]]
 
 
 def named(add: float = 0.0) -> Named:
-    layers = [(f"model.layers.{n}.{part}.weight", torch.full((3, n + 1), n + add)) for n in range(3) for part in ("a", "b")]
-    return [("embed.weight", torch.arange(6, dtype=torch.bfloat16) + add), ("scalar", torch.tensor(add)), ("ids", torch.arange(4)), *layers]
+    layers = [
+        (f"model.layers.{n}.{part}.weight", torch.full((3, n + 1), n + add)) for n in range(3) for part in ("a", "b")
+    ]
+    return [
+        ("embed.weight", torch.arange(6, dtype=torch.bfloat16) + add),
+        ("scalar", torch.tensor(add)),
+        ("ids", torch.arange(4)),
+        *layers,
+    ]
 
 
 @pytest.fixture
@@ -49,12 +57,17 @@ def update(sender: Broadcast, offered: Any, members: Sequence[Member], timeout: 
         return [pair for bucket in member.receive(sender.payload, timeout) for pair in bucket]
 
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
-        work = [threads.submit(sender.send, buckets(offered, 40)), *(threads.submit(read, member) for member in members)]
+        work = [
+            threads.submit(sender.send, buckets(offered, 40)),
+            *(threads.submit(read, member) for member in members),
+        ]
         return [one.exception() or one.result() for one in work]
 
 
 def arrived(received: Any, sent: Named) -> bool:
-    return [(name, tensor.tolist(), tensor.dtype) for name, tensor in received] == [(name, tensor.tolist(), tensor.dtype) for name, tensor in sent]
+    return [(name, tensor.tolist(), tensor.dtype) for name, tensor in received] == [
+        (name, tensor.tolist(), tensor.dtype) for name, tensor in sent
+    ]
 
 
 def test_every_receiver_gets_every_tensor_and_the_group_lasts(hub: Hub, members: list[Member]) -> None:
@@ -121,7 +134,11 @@ def test_an_absent_receiver_ends_the_update_in_time(members: list[Member]) -> No
     begun = time.monotonic()
     told, received = update(hub.sender(2), named(), members[:1])
     assert isinstance(told, TrainerError)
-    assert str(told) == "weight update: 1 of 2 backends came, and one did not join or read the weights within weight_sync_timeout = 1 s"
+    assert (
+        str(told)
+        == "weight update: 1 of 2 backends came, and one did not join or read the weights within weight_sync_timeout"
+        " = 1 s"
+    )
     assert isinstance(received, EngineError)
     assert time.monotonic() - begun < 8
     hub.close()
@@ -146,7 +163,10 @@ def test_strangers_are_sent_away(hub: Hub, members: list[Member]) -> None:
     sender = hub.sender(1)
     place = (sender.payload["host"], sender.payload["port"])
     strangers = []
-    for said in (b"GET / HTTP/1.1\r\n", json.dumps({"token": "guessed", "ranks": 1, "holds": "", "device": "cpu"}).encode() + b"\n"):
+    for said in (
+        b"GET / HTTP/1.1\r\n",
+        json.dumps({"token": "guessed", "ranks": 1, "holds": "", "device": "cpu"}).encode() + b"\n",
+    ):
         strangers.append(socket.create_connection(place, 5))
         strangers[-1].sendall(said)
     told, received = update(sender, named(), members[:1])
@@ -161,12 +181,18 @@ def test_strangers_are_sent_away(hub: Hub, members: list[Member]) -> None:
 def test_an_offer_that_is_gone_is_told_where_it_was(hub: Hub) -> None:
     sender = hub.sender(1)
     sender.close()
-    with pytest.raises(EngineError, match=rf"the trainer's offer at 127\.0\.0\.1:{sender.payload['port']} is gone, or cannot be reached"):
+    with pytest.raises(
+        EngineError,
+        match=rf"the trainer's offer at 127\.0\.0\.1:{sender.payload['port']} is gone, or cannot be reached",
+    ):
         next(Member(CPU).receive(sender.payload, 5.0))
 
 
 def test_receivers_on_other_hosts_find_the_host_where_the_roles_processes_meet() -> None:
-    for address, host in (("localhost:1234", "localhost"), ("", "127.0.0.1")):  # without other processes nothing listens outside this host
+    for address, host in (
+        ("localhost:1234", "localhost"),
+        ("", "127.0.0.1"),
+    ):  # without other processes nothing listens outside this host
         sender = Hub(address, CPU, 1.0).sender(1)
         assert sender.payload["host"] == host
         sender.close()

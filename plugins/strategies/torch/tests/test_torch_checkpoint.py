@@ -77,7 +77,9 @@ def test_a_reference_is_saved_and_loaded_without_an_optimizer(build: Build, upda
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "empty"])
-def test_a_damaged_state_is_told_in_one_line_and_changes_nothing(build: Build, update: Update, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_state_is_told_in_one_line_and_changes_nothing(
+    build: Build, update: Update, tmp_path: Path, damage: str
+) -> None:
     strategy = build()
     strategy.save(tmp_path)
     file = tmp_path / STATE_FILE
@@ -97,9 +99,14 @@ def test_a_state_that_is_not_there_is_told(build: Build, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"dtype": "bf16"}, r"saved with dtype 'fp32', this run has 'bf16'"), ({"head": "value"}, r"saved with head 'lm', this run has 'value'")],
+    [
+        ({"dtype": "bf16"}, r"saved with dtype 'fp32', this run has 'bf16'"),
+        ({"head": "value"}, r"saved with head 'lm', this run has 'value'"),
+    ],
 )
-def test_a_state_of_another_configuration_is_told(build: Build, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_state_of_another_configuration_is_told(
+    build: Build, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     build().save(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         build(**changes).load(tmp_path)
@@ -123,7 +130,9 @@ def test_a_place_that_cannot_be_written_is_told_in_one_line(build: Build, tmp_pa
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_export_is_a_model_folder_with_the_tokenizers_files(build: Build, update: Update, tmp_path: Path, tied: bool) -> None:
+def test_an_export_is_a_model_folder_with_the_tokenizers_files(
+    build: Build, update: Update, tmp_path: Path, tied: bool
+) -> None:
     source = tiny_model(tmp_path / "source", tied=tied)
     (source / "tokenizer.json").write_text('{"some": "tokenizer"}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
@@ -170,13 +179,17 @@ class Planted:
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_a_state_in_parts_that_would_run_code_is_refused_before_it_does(build: Build, tmp_path: Path, deep: bool) -> None:
+def test_a_state_in_parts_that_would_run_code_is_refused_before_it_does(
+    build: Build, tmp_path: Path, deep: bool
+) -> None:
     strategy, ran = build(), tmp_path / "ran"
     facts = {"format": FORMAT, "head": "lm", "dtype": "fp32", "trainable": "True", "lora": "none", "updates": "1"}
     (tmp_path / FACTS_FILE).write_text(json.dumps(facts))
     planted = Metadata({"master/x": Planted(ran)}) if deep else Planted(ran)  # type: ignore[dict-item]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(planted))
-    with pytest.raises(CheckpointError, match=r"names .*touch, which no training state does, and was not read\. Fix: ") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"names .*touch, which no training state does, and was not read\. Fix: "
+    ) as caught:
         strategy.load(tmp_path)
     assert "\n" not in str(caught.value)
     assert not ran.exists()

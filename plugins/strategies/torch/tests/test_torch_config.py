@@ -38,7 +38,9 @@ def test_memory_counts_weights_gradients_and_optimizer(facts: dict[str, Any], ex
         ({}, {"dtype": "bf16", "trainable": False}, {"weights": 50, "gradients": 0, "optimizer": 0}),
     ],
 )
-def test_memory_of_four_devices_is_that_of_one_of_them(options: dict[str, bool], facts: dict[str, Any], expected: dict[str, int]) -> None:
+def test_memory_of_four_devices_is_that_of_one_of_them(
+    options: dict[str, bool], facts: dict[str, Any], expected: dict[str, int]
+) -> None:
     assert TorchConfig(fsdp=FsdpConfig(**options)).memory({"parameters": 100, "world": 4, **facts}) == expected
 
 
@@ -57,5 +59,8 @@ def test_impossible_options_are_refused(options: dict[str, Any], message: str) -
 
 
 def test_listing_and_configuring_the_plugin_imports_no_torch() -> None:
-    code = "import sys, turnwise_torch, turnwise_torch.config; turnwise_torch.train_strategies(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, turnwise_torch, turnwise_torch.config; turnwise_torch.train_strategies(); sys.exit('torch' in"
+        " sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from turnwise.contracts.train import Lora
 from turnwise.data.rows import Update
@@ -22,15 +29,34 @@ from turnwise_torch.stream import buckets
 
 Build = Callable[..., TorchStrategy]
 SIZES = {
-    **{"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False},
+    **{
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    **{
+        "max_position_embeddings": 128,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    },
 }
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     # A dense layer among them, and more experts than the order of texts keeps apart.
     "qwen3_moe": (
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
-        {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8, "mlp_only_layers": [1]},
+        {
+            "num_experts": 12,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "head_dim": 8,
+            "mlp_only_layers": [1],
+        },
     ),
     "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 3}),  # whose files have other names, too
 }
@@ -55,7 +81,9 @@ def test_names_and_values_are_those_of_files_and_lead_back_into_the_model(tmp_pa
     model = load_causal_lm(folder, "fp32", "eager")
     assert same(dict(to_checkpoint(model, model.state_dict().items())), saved)
     form = CheckpointForm(model)
-    back = [pair for bucket in buckets(to_checkpoint(model, model.state_dict().items()), 1) for pair in form.own(bucket)]
+    back = [
+        pair for bucket in buckets(to_checkpoint(model, model.state_dict().items()), 1) for pair in form.own(bucket)
+    ]
     assert len(back) == len(model.state_dict())
     assert same(dict(back), dict(model.state_dict()))
 
@@ -74,7 +102,10 @@ def test_a_backbone_alone_has_them_too(tmp_path: Path) -> None:
     saved = load_file(folder / "model.safetensors")
     del saved["lm_head.weight"]
     model = AutoModel.from_pretrained(folder)
-    assert same(dict(to_checkpoint(model, model.state_dict().items())), {name.removeprefix("model."): t for name, t in saved.items()})
+    assert same(
+        dict(to_checkpoint(model, model.state_dict().items())),
+        {name.removeprefix("model."): t for name, t in saved.items()},
+    )
 
 
 def test_no_more_than_a_layer_is_held_and_a_dense_model_passes_as_it_is(tmp_path: Path) -> None:
@@ -93,7 +124,9 @@ def test_no_more_than_a_layer_is_held_and_a_dense_model_passes_as_it_is(tmp_path
     assert all(state[name] is tensor for name, tensor in to_checkpoint(dense, state.items()))
 
 
-def test_an_export_after_an_update_loads_in_transformers_with_equal_weights(tmp_path: Path, build: Build, update: Update) -> None:
+def test_an_export_after_an_update_loads_in_transformers_with_equal_weights(
+    tmp_path: Path, build: Build, update: Update
+) -> None:
     model = moe(tmp_path / "model")
     strategy = build(model=model)
     strategy.update(update)
@@ -107,7 +140,9 @@ def test_an_export_after_an_update_loads_in_transformers_with_equal_weights(tmp_
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
-def test_adapters_are_added_beside_experts_and_on_fused_ones_refused(tmp_path: Path, build: Build, update: Update) -> None:
+def test_adapters_are_added_beside_experts_and_on_fused_ones_refused(
+    tmp_path: Path, build: Build, update: Update
+) -> None:
     pytest.importorskip("peft", reason="LoRA needs PEFT: pip install 'turnwise-torch[lora]'")
     model = moe(tmp_path)
     strategy = build(model=model, lora=Lora(rank=4, alpha=8, target=("q_proj", "o_proj")))

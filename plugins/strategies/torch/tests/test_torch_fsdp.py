@@ -1,4 +1,5 @@
-"""Two ranks that share a model by FSDP2 compute what one process does; every case runs here alone and once on two real ranks."""
+"""Two ranks that share a model by FSDP2 compute what one process does; every case runs here alone and once on two real
+ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +23,21 @@ from turnwise_torch.fixtures import tiny_model, tiny_vision_model
 from turnwise_torch.models import VALUE_HEAD_FILE
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fsdp_worker import ALONE, CASES, DOUBLE, MODES, OBJECTIVES, VOCABULARY, Case, build, objectives, outcome, picture_update, seen, update
+from fsdp_worker import (
+    ALONE,
+    CASES,
+    DOUBLE,
+    MODES,
+    OBJECTIVES,
+    VOCABULARY,
+    Case,
+    build,
+    objectives,
+    outcome,
+    picture_update,
+    seen,
+    update,
+)
 
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 
@@ -64,7 +79,10 @@ def resumed(folder: Path, ranks: dict[str, list[Any]]) -> dict[str, list[Any]]:
 def start(folder: Path, phase: str) -> tuple[list[int], str]:
     quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return run_ranks(
-        lambda rank: [sys.executable, "-W", "error", str(WORKER), str(rank), str(folder), phase], 2, folder / f"logs {phase}", environment=quiet
+        lambda rank: [sys.executable, "-W", "error", str(WORKER), str(rank), str(folder), phase],
+        2,
+        folder / f"logs {phase}",
+        environment=quiet,
     )
 
 
@@ -73,7 +91,9 @@ def found(folder: Path, phase: str) -> dict[str, list[Any]]:
     return {name: [of[name] for of in of_rank] for name in of_rank[0]}
 
 
-def test_no_rank_makes_a_step_where_one_has_a_loss_that_is_not_finite(folder: Path, ranks: dict[str, list[Any]]) -> None:
+def test_no_rank_makes_a_step_where_one_has_a_loss_that_is_not_finite(
+    folder: Path, ranks: dict[str, list[Any]]
+) -> None:
     one, other = ranks["skipped"]
     assert [found["result"].skipped for found in (one, other)] == [True, True]
     assert [np.isfinite(found["result"].loss) for found in (one, other)] == [True, False]
@@ -85,7 +105,9 @@ def test_no_rank_makes_a_step_where_one_has_a_loss_that_is_not_finite(folder: Pa
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_five_updates_with_varying_micro_batches_are_those_of_one_process(folder: Path, ranks: dict[str, list[Any]], name: str) -> None:
+def test_five_updates_with_varying_micro_batches_are_those_of_one_process(
+    folder: Path, ranks: dict[str, list[Any]], name: str
+) -> None:
     case = CASES[name]
     if case.changes.get("lora"):
         pytest.importorskip("peft", reason="LoRA needs PEFT: pip install 'turnwise-torch[lora]'")
@@ -119,7 +141,9 @@ def test_five_updates_with_varying_micro_batches_are_those_of_one_process(folder
 
 
 @pytest.mark.parametrize("name", [f"{objective} {mode}" for objective in OBJECTIVES for mode in MODES])
-def test_every_loss_under_every_aggregation_is_the_same_objective(ranks: dict[str, list[Any]], alone: Any, name: str) -> None:
+def test_every_loss_under_every_aggregation_is_the_same_objective(
+    ranks: dict[str, list[Any]], alone: Any, name: str
+) -> None:
     got, expected = merge_results([rank[name] for rank in ranks["objectives"]]), alone[name]
     assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-7)
     assert got.loss == pytest.approx(expected.loss, rel=1e-7, abs=1e-9)
@@ -141,7 +165,9 @@ def test_a_reference_is_sharded_without_an_optimizer(folder: Path, ranks: dict[s
     alone = build(Case({"dtype": "bf16", "trainable": False, "role": "reference"}), folder)
     got = ranks["reference"]
     assert [rank["dtypes"] for rank in got] == [{"torch.bfloat16"}] * 2
-    np.testing.assert_allclose(gather(rows, deal(rows, 2), [rank["answers"] for rank in got]), alone.logprobs(rows), rtol=0, atol=1e-2)
+    np.testing.assert_allclose(
+        gather(rows, deal(rows, 2), [rank["answers"] for rank in got]), alone.logprobs(rows), rtol=0, atol=1e-2
+    )
 
 
 def test_a_rank_without_images_trains_beside_one_with_some(folder: Path, ranks: dict[str, list[Any]]) -> None:
@@ -177,7 +203,9 @@ def test_adapters_alone_are_those_of_one_process_by_every_transport(folder: Path
     adapted = peft.PeftModel.from_pretrained(base, folder / "adapters alone", autocast_adapter_dtype=False)
     ids = torch.from_numpy(update(0).rows.input_ids[: update(0).rows.offsets[1]].astype(np.int64))[None]
     with torch.no_grad():
-        torch.testing.assert_close(adapted(input_ids=ids).logits, strategy.model(input_ids=ids).logits, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            adapted(input_ids=ids).logits, strategy.model(input_ids=ids).logits, rtol=0, atol=1e-6
+        )
 
 
 def test_a_backend_that_does_not_come_leaves_no_rank_behind(ranks: dict[str, list[Any]]) -> None:
@@ -231,7 +259,9 @@ def test_what_two_ranks_saved_one_process_continues(folder: Path, ranks: dict[st
 def test_damaged_parts_are_told_in_one_line(folder: Path, ranks: dict[str, list[Any]], tmp_path: Path) -> None:
     for file in (folder / "state").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: None if file.name == "state.json" else 10])
-    with pytest.raises(CheckpointError, match=r"is cut short or damaged: .* Fix: resume from an older checkpoint") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"is cut short or damaged: .* Fix: resume from an older checkpoint"
+    ) as caught:
         build(CASES["tied"], folder).load(tmp_path)
     assert "\n" not in str(caught.value)
 

@@ -46,13 +46,17 @@ def test_several_chunks_keep_no_logits_for_the_backward_pass_and_one_chunk_does(
     head = torch.nn.Linear(8, 1000, bias=False)
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        chunked_log_probs(hidden, head, torch.zeros(64, dtype=torch.int64), 1.0, chunk=chunk, entropy=True, entropy_gradient=True)
+        chunked_log_probs(
+            hidden, head, torch.zeros(64, dtype=torch.int64), 1.0, chunk=chunk, entropy=True, entropy_gradient=True
+        )
     assert (max(kept, default=0) >= 1000) == (chunk == 64)
 
 
 def test_an_entropy_for_the_metric_alone_has_no_gradient() -> None:
     head = torch.nn.Linear(8, 30, bias=False)
-    log_probs, entropy = chunked_log_probs(torch.randn(5, 8), head, torch.zeros(5, dtype=torch.int64), 1.0, entropy=True)
+    log_probs, entropy = chunked_log_probs(
+        torch.randn(5, 8), head, torch.zeros(5, dtype=torch.int64), 1.0, entropy=True
+    )
     assert log_probs.requires_grad
     assert entropy is not None
     assert not entropy.requires_grad
@@ -70,7 +74,9 @@ def test_half_precision_logits_are_normalised_in_fp32() -> None:
 
 
 @pytest.mark.parametrize(("size", "budget"), [(1, None), (3, None), (100, None), (1, 30), (1, 1)])
-def test_micro_batches_give_each_response_token_the_log_prob_of_its_own_sample(folder: Path, rows: Rows, size: int, budget: int | None) -> None:
+def test_micro_batches_give_each_response_token_the_log_prob_of_its_own_sample(
+    folder: Path, rows: Rows, size: int, budget: int | None
+) -> None:
     model = models.load_causal_lm(folder, "fp64", "sdpa")
     expected = []
     with torch.no_grad():
@@ -110,7 +116,8 @@ def test_samples_without_a_wanted_response_token_are_left_out() -> None:
 
 
 def test_cut_cross_entropy_is_asked_for_log_probs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels need a GPU: a stand-in with its signature, by plain torch, shows what it is given and what is made of its answer."""
+    """Its kernels need a GPU: a stand-in with its signature, by plain torch, shows what it is given and what is made of
+    its answer."""
     asked: list[dict[str, Any]] = []
 
     def linear_cross_entropy(e: torch.Tensor, c: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:

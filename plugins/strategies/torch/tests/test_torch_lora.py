@@ -63,7 +63,10 @@ def test_adapters_start_as_the_base_and_train_alone(peft: Any, build: Build, upd
     base, strategy = build(), build(lora=LORA)
     np.testing.assert_array_equal(strategy.logprobs(update.rows), base.logprobs(update.rows))
     names = trained(strategy)
-    assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in names} == {"q_proj", "v_proj"}, "PEFT's choice for Qwen2"
+    assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in names} == {
+        "q_proj",
+        "v_proj",
+    }, "PEFT's choice for Qwen2"
     before = {name: p.detach().clone() for name, p in strategy.model.named_parameters()}
     for _ in range(2):  # the first step moves B alone: A's gradient is zero while B is
         strategy.update(update)
@@ -86,21 +89,29 @@ def test_weights_are_merged_under_the_names_of_the_base_and_the_trained_ones_sta
     plain.load_state_dict(sent)
     off = 1e-5 if dtype == "fp32" else 0.1
     np.testing.assert_allclose(plain_logprobs(plain, update.rows), strategy.logprobs(update.rows), rtol=0, atol=off)
-    assert np.abs(strategy.logprobs(update.rows) - build(dtype=dtype).logprobs(update.rows)).max() > 10 * off / (1 if dtype == "fp32" else 30)
+    assert np.abs(strategy.logprobs(update.rows) - build(dtype=dtype).logprobs(update.rows)).max() > 10 * off / (
+        1 if dtype == "fp32" else 30
+    )
 
 
-def test_an_export_holds_the_merged_model_and_the_adapters_beside_it(peft: Any, build: Build, folder: Path, update: Update, tmp_path: Path) -> None:
+def test_an_export_holds_the_merged_model_and_the_adapters_beside_it(
+    peft: Any, build: Build, folder: Path, update: Update, tmp_path: Path
+) -> None:
     strategy = build(lora=evolve(LORA, target=("q_proj", "down_proj")))
     for _ in range(2):
         strategy.update(update)
     strategy.export(tmp_path / "out")
     expected = strategy.logprobs(update.rows)
     np.testing.assert_allclose(build(model=tmp_path / "out").logprobs(update.rows), expected, rtol=0, atol=1e-5)
-    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tmp_path / "out" / "adapter")
+    adapted = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tmp_path / "out" / "adapter"
+    )
     np.testing.assert_allclose(plain_logprobs(adapted, update.rows), expected, rtol=0, atol=1e-5)
 
 
-def test_a_state_holds_the_adapters_alone_and_continues_to_the_last_bit(peft: Any, build: Build, update: Update, tmp_path: Path) -> None:
+def test_a_state_holds_the_adapters_alone_and_continues_to_the_last_bit(
+    peft: Any, build: Build, update: Update, tmp_path: Path
+) -> None:
     one = build(lora=LORA, dtype="bf16")
     one.update(update)
     one.save(tmp_path)
@@ -120,7 +131,9 @@ def test_a_state_holds_the_adapters_alone_and_continues_to_the_last_bit(peft: An
         ({"lora": evolve(LORA, rank=8)}, r"this run has 'rank 8, alpha 8, target None'"),
     ],
 )
-def test_a_state_of_other_adapters_is_told(peft: Any, build: Build, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_state_of_other_adapters_is_told(
+    peft: Any, build: Build, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     build(lora=LORA).save(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         build(**changes).load(tmp_path)
@@ -140,7 +153,9 @@ def test_the_reference_is_the_actor_with_its_adapters_off(peft: Any, build: Buil
 def test_a_critic_trains_adapters_and_its_head(peft: Any, build: Build, update: Update, tmp_path: Path) -> None:
     critic = build(lora=LORA, head="value")
     count = len(update.rows.columns["coef"])
-    rows = evolve(update.rows, columns={**update.rows.columns, "coef": np.full(count, 1 / count), "returns": np.ones(count)})
+    rows = evolve(
+        update.rows, columns={**update.rows.columns, "coef": np.full(count, 1 / count), "returns": np.ones(count)}
+    )
     for _ in range(3):
         critic.update(Update(rows, lr=1e-2))
     assert {name for name in trained(critic) if ".lora_" not in name} == {"value_head.weight", "value_head.bias"}
@@ -148,7 +163,9 @@ def test_a_critic_trains_adapters_and_its_head(peft: Any, build: Build, update: 
     np.testing.assert_allclose(build(model=tmp_path, head="value").values(rows), critic.values(rows), rtol=0, atol=1e-5)
 
 
-def test_gradients_of_adapters_are_those_of_plain_autograd_through_the_merged_weight(peft: Any, build: Build, update: Update) -> None:
+def test_gradients_of_adapters_are_those_of_plain_autograd_through_the_merged_weight(
+    peft: Any, build: Build, update: Update
+) -> None:
     """d/dB of f(W + s·B·A) is s·(df/dW)·Aᵀ; at the start B = 0, so that df/dW is that of the base."""
     base, strategy = build(max_grad_norm=0.0), build(lora=LORA, max_grad_norm=0.0)
     for one in (base, strategy):
@@ -198,7 +215,9 @@ def test_adapters_alone_are_offered_as_peft_writes_them(
         peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"),
     )
     expected = peft.get_peft_model_state_dict(whole)
-    assert {name: tensor.shape for name, tensor in got.items()} == {name: tensor.shape for name, tensor in expected.items()}
+    assert {name: tensor.shape for name, tensor in got.items()} == {
+        name: tensor.shape for name, tensor in expected.items()
+    }
     for name, tensor in got.items():
         assert torch.equal(tensor, held[name.removeprefix("base_model.model.").replace(".weight", ".default.weight")])
     whole.save_pretrained(tmp_path)
@@ -216,7 +235,9 @@ def test_adapters_alone_are_offered_as_peft_writes_them(
     assert all(torch.equal(p, held[name]) for name, p in strategy.model.named_parameters())
 
 
-def test_peft_loads_a_folder_of_adapters_alone_with_the_trainers_log_probs(peft: Any, build: Build, folder: Path, update: Update) -> None:
+def test_peft_loads_a_folder_of_adapters_alone_with_the_trainers_log_probs(
+    peft: Any, build: Build, folder: Path, update: Update
+) -> None:
     strategy = build(lora=ALONE)
     for _ in range(2):
         strategy.update(update)
@@ -228,18 +249,24 @@ def test_peft_loads_a_folder_of_adapters_alone_with_the_trainers_log_probs(peft:
     assert not place.exists()
 
 
-def test_adapters_that_cannot_be_written_are_told_in_one_line(peft: Any, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_that_cannot_be_written_are_told_in_one_line(
+    peft: Any, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*arguments: Any) -> None:
         raise OSError("no space left on device")
 
     strategy = build(lora=ALONE)
     monkeypatch.setattr("turnwise_torch.lora.save_file", full)
-    with pytest.raises(TrainerError, match=r"^weight update: cannot write the adapters to /\S+: no space left on device$"):
+    with pytest.raises(
+        TrainerError, match=r"^weight update: cannot write the adapters to /\S+: no space left on device$"
+    ):
         strategy.offer("safetensors", 1)
     strategy.close()
 
 
-def test_states_exports_and_the_shared_module_are_the_same_whatever_the_backend_gets(peft: Any, build: Build, update: Update, tmp_path: Path) -> None:
+def test_states_exports_and_the_shared_module_are_the_same_whatever_the_backend_gets(
+    peft: Any, build: Build, update: Update, tmp_path: Path
+) -> None:
     alone, whole = build(lora=ALONE), build(lora=evolve(ALONE, sync="merged"))
     for one in (alone, whole):
         one.update(update)
@@ -262,7 +289,13 @@ def test_states_exports_and_the_shared_module_are_the_same_whatever_the_backend_
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("no_such", r"actor_train.model_args.lora_target: Target modules .*no_such.* Linear layers of Qwen2ForCausalLM: .*q_proj"),
+        (
+            "no_such",
+            (
+                r"actor_train.model_args.lora_target: Target modules .*no_such.* Linear layers of Qwen2ForCausalLM:"
+                r" .*q_proj"
+            ),
+        ),
         (("q_proj", "lm_head"), "lm_head is a Linear, adapters are for the linear layers of the backbone"),
         (("embed_tokens",), "embed_tokens is a Embedding, adapters are for the linear layers of the backbone"),
     ],
@@ -276,9 +309,14 @@ def test_targets_that_cannot_have_adapters_are_refused(peft: Any, build: Build, 
 
 def test_targets_are_names_with_commas_or_a_pattern(peft: Any, build: Build) -> None:
     def targets(target: str) -> set[str]:
-        return {name.rpartition(".lora_")[0].removeprefix("model.layers.") for name in trained(build(lora=evolve(LORA, target=target)))}
+        return {
+            name.rpartition(".lora_")[0].removeprefix("model.layers.")
+            for name in trained(build(lora=evolve(LORA, target=target)))
+        }
 
-    assert targets("q_proj, up_proj") == {f"{i}.{name}" for i in range(2) for name in ("self_attn.q_proj", "mlp.up_proj")}
+    assert targets("q_proj, up_proj") == {
+        f"{i}.{name}" for i in range(2) for name in ("self_attn.q_proj", "mlp.up_proj")
+    }
     assert targets(r".*\.1\.mlp\.(up|gate)_proj") == {"1.mlp.up_proj", "1.mlp.gate_proj"}
 
 
@@ -287,7 +325,11 @@ def test_without_peft_the_machine_is_told(build: Build, monkeypatch: pytest.Monk
     monkeypatch.setattr("turnwise_torch.lora.importlib.util.find_spec", lambda name: None)
     context = evolve(build().context, lora=LORA)
     (lack,) = TorchStrategy.check(build().config, context)
-    assert lack.machine and lack.path == "actor_train.model_args.lora_rank" and "needs the package peft. Fix: pip install" in lack.text
+    assert (
+        lack.machine
+        and lack.path == "actor_train.model_args.lora_rank"
+        and "needs the package peft. Fix: pip install" in lack.text
+    )
     assert TorchStrategy.check(build().config, evolve(context, trainable=False)) == []
 
 
@@ -296,7 +338,9 @@ def test_without_peft_the_machine_is_told(build: Build, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("prefix", ["model.layers.0.", "layers.0."])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_frozen_prefix_is_not_trained_and_not_saved(build: Build, update: Update, tmp_path: Path, prefix: str, dtype: str) -> None:
+def test_a_frozen_prefix_is_not_trained_and_not_saved(
+    build: Build, update: Update, tmp_path: Path, prefix: str, dtype: str
+) -> None:
     strategy = build(frozen=(prefix,), dtype=dtype, gradient_checkpointing=True)
     before = {name: p.detach().clone() for name, p in strategy.model.named_parameters()}
     for _ in range(2):
@@ -320,7 +364,10 @@ def test_frozen_adapters_do_not_train_either(peft: Any, build: Build) -> None:
 
 
 def test_a_prefix_of_nothing_is_told_with_what_there_is(build: Build) -> None:
-    with pytest.raises(ConfigError, match=r"no parameter begins with 'layer\.'\. Did you mean 'layers'\? There are: embed_tokens, layers, norm"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no parameter begins with 'layer\.'\. Did you mean 'layers'\? There are: embed_tokens, layers, norm",
+    ):
         build(frozen=("layer.",))
 
 

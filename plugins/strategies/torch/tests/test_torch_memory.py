@@ -26,12 +26,19 @@ def exhausted(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
 
-def test_running_out_of_memory_names_phase_role_and_keys(build: Build, update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_names_phase_role_and_keys(
+    build: Build, update: Update, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strategy = build()
     monkeypatch.setattr(strategy.model.base_model, "forward", exhausted)
-    with pytest.raises(TrainerError, match=r"out of memory, in the update of actor_train\. Fix: lower actor_train\.training_args\.per_device"):
+    with pytest.raises(
+        TrainerError,
+        match=r"out of memory, in the update of actor_train\. Fix: lower actor_train\.training_args\.per_device",
+    ):
         strategy.update(update)
-    with pytest.raises(TrainerError, match=r"out of memory, in log-probs of actor_train\. Fix: lower actor_train\.infer_batch_size"):
+    with pytest.raises(
+        TrainerError, match=r"out of memory, in log-probs of actor_train\. Fix: lower actor_train\.infer_batch_size"
+    ):
         strategy.logprobs(update.rows)
 
 
@@ -45,8 +52,16 @@ MOVING = rf"devices of its own in actor_train\.device_mapping, .* or set {SPREAD
     ("place", "act", "told"),
     [
         ("weights", lambda s, f: s.export(f), f"the export of actor_train. Fix: {HOLDING}"),
-        ("weights", lambda s, f: s.send(s.offer("shared_memory", 1)), f"the sending of weights of actor_train. Fix: {SENDING}"),
-        ("sending.new_sender", lambda s, f: s.offer("process_group", 1), f"the offer of weights of actor_train. Fix: {SENDING}"),
+        (
+            "weights",
+            lambda s, f: s.send(s.offer("shared_memory", 1)),
+            f"the sending of weights of actor_train. Fix: {SENDING}",
+        ),
+        (
+            "sending.new_sender",
+            lambda s, f: s.offer("process_group", 1),
+            f"the offer of weights of actor_train. Fix: {SENDING}",
+        ),
         ("model.to", lambda s, f: s.offload(), f"offloading of actor_train. Fix: {MOVING}"),
         ("optimizer.move", lambda s, f: s.onload(), f"onloading of actor_train. Fix: {MOVING}"),
         ("optimizer.state", lambda s, f: s.save(f), f"the checkpoint of actor_train. Fix: {HOLDING}"),
@@ -54,7 +69,12 @@ MOVING = rf"devices of its own in actor_train\.device_mapping, .* or set {SPREAD
     ],
 )
 def test_running_out_of_memory_beside_the_model_names_phase_role_and_keys(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, act: Callable[[TorchStrategy, Path], Any], told: str
+    build: Build,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    act: Callable[[TorchStrategy, Path], Any],
+    told: str,
 ) -> None:
     strategy = build(weight_sync_timeout=5.0)
     if "sending" in told:
@@ -68,10 +88,16 @@ def test_running_out_of_memory_beside_the_model_names_phase_role_and_keys(
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_a_bucket_that_does_not_fit_is_no_backend_that_stopped_reading(build: Build, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+def test_a_bucket_that_does_not_fit_is_no_backend_that_stopped_reading(
+    build: Build, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
     strategy = build(weight_sync_timeout=20.0)
     way = receive if transport == "shared_memory" else Member(torch.device("cpu")).receive
-    monkeypatch.setattr(Sender if transport == "shared_memory" else Broadcast, "_write" if transport == "shared_memory" else "_pass", exhausted)
+    monkeypatch.setattr(
+        Sender if transport == "shared_memory" else Broadcast,
+        "_write" if transport == "shared_memory" else "_pass",
+        exhausted,
+    )
     offer = strategy.offer(transport, 1)
     seen: list[str] = []
 
@@ -83,7 +109,10 @@ def test_a_bucket_that_does_not_fit_is_no_backend_that_stopped_reading(build: Bu
 
     reader = threading.Thread(target=read)
     reader.start()
-    with pytest.raises(OutOfMemory, match=r"^out of memory, in the sending of weights of actor_train\. Fix: lower model_update_buffer_size_mb"):
+    with pytest.raises(
+        OutOfMemory,
+        match=r"^out of memory, in the sending of weights of actor_train\. Fix: lower model_update_buffer_size_mb",
+    ):
         strategy.send(offer)
     reader.join(30)
     strategy.close()
@@ -97,7 +126,10 @@ def test_loading_without_memory_is_no_damaged_folder(build: Build, monkeypatch: 
 
 
 def test_the_cpus_allocator_is_recognised_and_other_errors_pass() -> None:
-    with pytest.raises(OutOfMemory, match="out of memory, in values of critic"), out_of_memory_named("values", "critic", "infer", Savings("", "")):
+    with (
+        pytest.raises(OutOfMemory, match="out of memory, in values of critic"),
+        out_of_memory_named("values", "critic", "infer", Savings("", "")),
+    ):
         torch.empty(1 << 55)
     with pytest.raises(RuntimeError, match="shape"), out_of_memory_named("values", "critic", "infer", Savings("", "")):
         raise RuntimeError("shape")

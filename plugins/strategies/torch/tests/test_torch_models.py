@@ -18,7 +18,10 @@ from turnwise_torch.microbatch import plain
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32), ("fp64", torch.float64)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32), ("fp64", torch.float64)],
+)
 def test_a_model_is_loaded_in_the_named_dtype(folder: Path, name: str, dtype: torch.dtype) -> None:
     model = models.load_causal_lm(folder, name, "sdpa")
     assert {p.dtype for p in model.parameters()} == {dtype} == {models.torch_dtype(name)}

@@ -52,7 +52,9 @@ def columns(n: int, **changes: Tensor) -> dict[str, Tensor]:
     return {**base, "sample": zeros, "turn": zeros, "trajectory": zeros, **changes}
 
 
-@pytest.mark.parametrize(("name", "expected"), [("k1", 0.4054651), ("abs", 0.4054651), ("k2", 0.0822010), ("k3", 0.0721318)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("k1", 0.4054651), ("abs", 0.4054651), ("k2", 0.0822010), ("k3", 0.0721318)]
+)
 def test_kl_estimators_at_the_reference_point(name: str, expected: float) -> None:
     assert token_kl(double(math.log(0.3)), double(math.log(0.2)), name).item() == pytest.approx(expected, abs=1e-6)
 
@@ -71,7 +73,10 @@ def test_kl_aliases_and_signs() -> None:
 
 def test_log_ratios_are_clamped_to_20_and_results_are_not() -> None:
     assert token_kl(double(-100.0), double(0.0), "k3").item() == pytest.approx(math.exp(20) - 21)
-    assert log_ratio(double(-100.0, 100.0), double(0.0, 0.0), "token", torch.zeros(2, dtype=torch.int64)).tolist() == [-20.0, 20.0]
+    assert log_ratio(double(-100.0, 100.0), double(0.0, 0.0), "token", torch.zeros(2, dtype=torch.int64)).tolist() == [
+        -20.0,
+        20.0,
+    ]
 
 
 def test_the_segment_ratio_is_the_mean_with_each_tokens_own_gradient() -> None:
@@ -84,7 +89,9 @@ def test_the_segment_ratio_is_the_mean_with_each_tokens_own_gradient() -> None:
 
 
 def test_a_segment_is_a_turn_of_a_trajectory() -> None:
-    mine = columns(4, turn=torch.tensor([0, 0, 0, 1]), trajectory=torch.tensor([0, 0, 1, 1]), old_log_probs=torch.zeros(4).double())
+    mine = columns(
+        4, turn=torch.tensor([0, 0, 0, 1]), trajectory=torch.tensor([0, 0, 1, 1]), old_log_probs=torch.zeros(4).double()
+    )
     view = loss_view(double(0.2, 0.4, 0.6, 0.8), None, mine, "segment")
     assert view.log_ratio.tolist() == pytest.approx([0.3, 0.3, 0.6, 0.8])
 
@@ -125,7 +132,9 @@ def test_the_objective_is_the_sum_of_coef_times_loss_minus_entropy_plus_kl() -> 
         ref_log_probs=double(-1.5, -2.0, -3.0),
     )
     log_probs, entropy = double(-0.9, -2.2, -3.0).requires_grad_(), double(1.0, 2.0, 3.0).requires_grad_()
-    total, sums = policy_objective(log_probs, entropy, mine, Linear(), Objective(LossChoice("mine"), kl_loss_type="k2"), 0.01, 0.1)
+    total, sums = policy_objective(
+        log_probs, entropy, mine, Linear(), Objective(LossChoice("mine"), kl_loss_type="k2"), 0.01, 0.1
+    )
     ratios = [math.exp(0.1), math.exp(-0.2), 1.0]
     kls = [0.6**2 / 2, 0.2**2 / 2, 0.0]
     losses = [-2.0 * ratios[0], ratios[1], -3.0]
@@ -151,9 +160,13 @@ def test_the_objective_is_the_sum_of_coef_times_loss_minus_entropy_plus_kl() -> 
 def test_the_policy_weight_multiplies_the_policy_loss_and_neither_entropy_nor_kl() -> None:
     mine = columns(2, advantages=double(2.0, -1.0), old_log_probs=double(-1.0, -1.0), ref_log_probs=double(-1.5, -1.0))
     given = double(-1.0, -1.0), double(1.0, 2.0)
-    beside = policy_objective(*given, mine | {"policy_weight": double(0.0, 0.0)}, Linear(), Objective(LossChoice("mine")), 0.01, 0.1)[0].item()
+    beside = policy_objective(
+        *given, mine | {"policy_weight": double(0.0, 0.0)}, Linear(), Objective(LossChoice("mine")), 0.01, 0.1
+    )[0].item()
     plain = policy_objective(*given, mine, Linear(), Objective(LossChoice("mine")), 0.01, 0.1)[0].item()
-    weighted, sums = policy_objective(*given, mine | {"policy_weight": double(0.5, 3.0)}, Linear(), Objective(LossChoice("mine")), 0.01, 0.1)
+    weighted, sums = policy_objective(
+        *given, mine | {"policy_weight": double(0.5, 3.0)}, Linear(), Objective(LossChoice("mine")), 0.01, 0.1
+    )
     assert plain - beside == pytest.approx(-2.0 + 1.0)
     assert weighted.item() - beside == pytest.approx(0.5 * -2.0 + 3.0 * 1.0)
     assert float(sums["policy/mine"][0]) == 1.0
@@ -162,8 +175,14 @@ def test_the_policy_weight_multiplies_the_policy_loss_and_neither_entropy_nor_kl
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [
-        (lambda lp: (lp.mean(), {}), r"the policy loss 'mine' returned a loss of shape \[\] for 2 response tokens. Fix: .*\[R\]"),
-        (lambda lp: (lp, {"clip_frac": lp.mean()}), r"the policy loss 'mine' returned 'clip_frac' of shape \[\] for 2 response tokens. Fix: .*\[R\]"),
+        (
+            lambda lp: (lp.mean(), {}),
+            r"the policy loss 'mine' returned a loss of shape \[\] for 2 response tokens. Fix: .*\[R\]",
+        ),
+        (
+            lambda lp: (lp, {"clip_frac": lp.mean()}),
+            r"the policy loss 'mine' returned 'clip_frac' of shape \[\] for 2 response tokens. Fix: .*\[R\]",
+        ),
         (lambda lp: lp, "the policy loss 'mine' returned a Tensor. Fix: "),
     ],
 )
@@ -190,7 +209,9 @@ def test_the_value_loss_is_half_the_larger_square_of_the_clipped_and_the_plain_e
     mine = columns(3, coef=double(1.0, 1.0, 0.5), returns=double(1.0, 1.0, 0.0), values=double(0.0, 0.0, 0.0))
     values = double(0.9, 0.1, 0.2).requires_grad_()
     assert value_objective(values, mine, None)[0].item() == pytest.approx(0.5 * (0.01 + 0.81 + 0.5 * 0.04))
-    clipped, sums = value_objective(values, mine, 0.15)  # the first value is clipped to .15, the third to .15 with the smaller error
+    clipped, sums = value_objective(
+        values, mine, 0.15
+    )  # the first value is clipped to .15, the third to .15 with the smaller error
     assert clipped.item() == pytest.approx(0.5 * (0.85**2 + 0.81 + 0.5 * 0.04))
     clipped.backward()
     assert values.grad is not None
@@ -212,12 +233,16 @@ def gradient(folder: Path, update: Update, objective: Objective, size: int, budg
         batch = layout.micro_batch(samples, torch.device("cpu"))
         log_probs, entropy = token_log_probs(model, batch, 0.7, chunk=chunk, entropy=True, entropy_gradient=True)
         tensors = column_tensors(chosen, batch.responses, log_probs)
-        policy_objective(log_probs, entropy, tensors, loss, objective, update.entropy_coef, update.kl_coef)[0].backward()
+        policy_objective(log_probs, entropy, tensors, loss, objective, update.entropy_coef, update.kl_coef)[
+            0
+        ].backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize("ratio_type", ["token", "segment"])
-def test_in_fp64_the_gradient_depends_on_no_cutting_padding_order_or_chunk(folder: Path, update: Update, ratio_type: Any) -> None:
+def test_in_fp64_the_gradient_depends_on_no_cutting_padding_order_or_chunk(
+    folder: Path, update: Update, ratio_type: Any
+) -> None:
     objective = Objective(LossChoice("ppo"), ratio_type=ratio_type)
     whole = gradient(folder, update, objective, 100, None, 0)
     assert whole.norm() > 1e-3
@@ -235,7 +260,9 @@ def test_in_fp64_the_gradient_depends_on_no_cutting_padding_order_or_chunk(folde
 def test_a_row_and_its_halved_copy_give_the_gradient_of_the_row(folder: Path, update: Update) -> None:
     rows = update.rows
     twice = rows.select(np.concatenate([np.arange(len(rows)), np.arange(len(rows))]))
-    twice = Rows(twice.input_ids, twice.offsets, twice.response_mask, {**twice.columns, "coef": twice.columns["coef"] / 2})
+    twice = Rows(
+        twice.input_ids, twice.offsets, twice.response_mask, {**twice.columns, "coef": twice.columns["coef"] / 2}
+    )
     objective = Objective(LossChoice("ppo"), ratio_type="segment")
     whole = gradient(folder, update, objective, 100, None, 0)
     copied = gradient(folder, Update(twice, update.lr, update.entropy_coef, update.kl_coef), objective, 5, None, 0)

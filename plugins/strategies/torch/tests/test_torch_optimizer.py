@@ -19,7 +19,12 @@ def test_five_updates_in_fp32_are_those_of_plain_adamw_with_each_updates_rate() 
     weight, bias = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3))
     weight2, bias2 = nn.Parameter(weight.detach().clone()), nn.Parameter(bias.detach().clone())
     ours = MasterAdamW(named(weight, bias), BETAS, EPS, 0.1)
-    plain = torch.optim.AdamW([{"params": [weight2], "weight_decay": 0.1}, {"params": [bias2], "weight_decay": 0.0}], lr=1.0, betas=BETAS, eps=EPS)
+    plain = torch.optim.AdamW(
+        [{"params": [weight2], "weight_decay": 0.1}, {"params": [bias2], "weight_decay": 0.0}],
+        lr=1.0,
+        betas=BETAS,
+        eps=EPS,
+    )
     for lr in (1e-2, 3e-3, 0.0, 1e-1, 5e-4):
         g, h = torch.randn(4, 3), torch.randn(3)
         weight.grad, bias.grad, weight2.grad, bias2.grad = g.clone(), h.clone(), g.clone(), h.clone()

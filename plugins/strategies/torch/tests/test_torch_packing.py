@@ -1,4 +1,5 @@
-"""Several samples in one row: the same log-probs, values and gradients as alone, and models that cannot do it are refused."""
+"""Several samples in one row: the same log-probs, values and gradients as alone, and models that cannot do it are
+refused."""
 
 from __future__ import annotations
 
@@ -41,11 +42,20 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-BUDGETS = (1, 25, 60, 1000)  # every sample is 5 to 20 tokens, 97 in all: one a row, two or more, several rows, all at once
+BUDGETS = (
+    1,
+    25,
+    60,
+    1000,
+)  # every sample is 5 to 20 tokens, 97 in all: one a row, two or more, several rows, all at once
 
 
 def packed(budget: int) -> dict[str, object]:
-    return {"use_sequence_packing": True, "max_tokens_per_microbatch_in_train": budget, "max_tokens_per_microbatch_in_infer": budget}
+    return {
+        "use_sequence_packing": True,
+        "max_tokens_per_microbatch_in_train": budget,
+        "max_tokens_per_microbatch_in_infer": budget,
+    }
 
 
 def saved(config: PreTrainedConfig, folder: Path) -> Path:
@@ -71,14 +81,18 @@ def gradient(strategy: TorchStrategy, update: Update) -> torch.Tensor:
     seen: list[torch.Tensor] = []
     assert strategy.optimizer is not None
     optimizer = strategy.optimizer
-    optimizer.step = lambda lr: seen.append(torch.cat([m.grad.flatten() for m in optimizer.masters.values() if m.grad is not None]))  # type: ignore[method-assign]
+    optimizer.step = lambda lr: seen.append(
+        torch.cat([m.grad.flatten() for m in optimizer.masters.values() if m.grad is not None])
+    )  # type: ignore[method-assign]
     strategy.update(update)
     return seen[0]
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_log_probs_are_those_of_single_samples(build: Build, folder: Path, rows: Rows, budget: int, attention: str) -> None:
+def test_packed_log_probs_are_those_of_single_samples(
+    build: Build, folder: Path, rows: Rows, budget: int, attention: str
+) -> None:
     got = build(temperature=0.7, attn_implementation=attention, **packed(budget)).logprobs(rows)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     np.testing.assert_allclose(got, alone(model, rows), rtol=0, atol=1e-5)
@@ -94,7 +108,9 @@ def test_other_models_are_packed_too(build: Build, rows: Rows, tmp_path: Path, k
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_packed_gradient_is_that_of_single_samples(build: Build, update: Update, budget: int, checkpointing: bool) -> None:
+def test_the_packed_gradient_is_that_of_single_samples(
+    build: Build, update: Update, budget: int, checkpointing: bool
+) -> None:
     single = gradient(build(per_device_train_batch_size=1, max_grad_norm=0.0), update)
     other = gradient(build(max_grad_norm=0.0, gradient_checkpointing=checkpointing, **packed(budget)), update)
     assert float((other - single).norm() / single.norm()) <= 1e-6
@@ -109,7 +125,9 @@ def test_a_packed_update_reports_what_an_unpacked_one_does(build: Build, update:
         assert two.sums[name] == pytest.approx((x, w), rel=1e-5, abs=1e-6)
 
 
-def test_packed_values_and_their_gradient_are_those_of_single_samples(build: Build, folder: Path, update: Update, tmp_path: Path) -> None:
+def test_packed_values_and_their_gradient_are_those_of_single_samples(
+    build: Build, folder: Path, update: Update, tmp_path: Path
+) -> None:
     with models.quiet():
         models.load_value_model(folder, "fp32", "sdpa").backbone.save_pretrained(tmp_path)  # type: ignore[operator]
     save_file({"weight": torch.linspace(-1, 1, 32)[None], "bias": torch.ones(1)}, tmp_path / models.VALUE_HEAD_FILE)
@@ -163,7 +181,9 @@ def test_the_mask_is_causal_within_a_sample() -> None:
     assert (added[0, 0][~expected] == torch.finfo(torch.bfloat16).min).all()
 
 
-def test_flash_attention_gets_one_row_whose_positions_begin_again_and_no_mask(build: Build, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_gets_one_row_whose_positions_begin_again_and_no_mask(
+    build: Build, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the package at hand: what the model is called with."""
     strategy = build(**packed(60))
     strategy.feed.context = evolve(strategy.context, attn_implementation="flash_attention_2")
@@ -192,20 +212,30 @@ def test_flash_attention_gets_one_row_whose_positions_begin_again_and_no_mask(bu
     ("config", "told"),
     [
         (MistralConfig(**SIZES, sliding_window=4), "MistralForCausalLM has layers of sliding_attention"),
-        (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1), "Qwen2ForCausalLM has layers of sliding_attention"),
-        (MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, state_size=4), "MambaForCausalLM has layers of linear_attention"),
+        (
+            Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+            "Qwen2ForCausalLM has layers of sliding_attention",
+        ),
+        (
+            MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, state_size=4),
+            "MambaForCausalLM has layers of linear_attention",
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_attention_that_cannot_be_packed_is_refused(config: PreTrainedConfig, told: str, tmp_path: Path) -> None:
-    context = TrainContext(saved(config, tmp_path), "actor_train", trainable=False, dtype="fp32", attn_implementation="eager", **packed(60))  # type: ignore[arg-type]
+    context = TrainContext(
+        saved(config, tmp_path), "actor_train", trainable=False, dtype="fp32", attn_implementation="eager", **packed(60)
+    )  # type: ignore[arg-type]
     with pytest.raises(TrainerError, match=rf"{told}.* Fix: use_sequence_packing: false for this role") as caught:
         TorchStrategy(TorchConfig(), context)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_model_whose_packed_samples_see_each_other_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+def test_a_model_whose_packed_samples_see_each_other_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
     model = models.load_causal_lm(folder, dtype, "sdpa")
     models.check_packing(model)
     monkeypatch.setattr(models, "packed_mask", lambda packing, *_: torch.ones(1, 1, 12, 12, dtype=torch.bool).tril())
@@ -214,7 +244,9 @@ def test_a_model_whose_packed_samples_see_each_other_is_refused(folder: Path, mo
 
 
 def test_learned_positions_are_packed_too(rows: Rows, tmp_path: Path) -> None:
-    folder = saved(GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None), tmp_path)
+    folder = saved(
+        GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None), tmp_path
+    )
     context = TrainContext(folder, "reference", trainable=False, dtype="fp32", temperature=0.7, **packed(60))  # type: ignore[arg-type]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     np.testing.assert_allclose(TorchStrategy(None, context).logprobs(rows), alone(model, rows), rtol=0, atol=1e-5)
@@ -223,5 +255,8 @@ def test_learned_positions_are_packed_too(rows: Rows, tmp_path: Path) -> None:
 def test_packing_without_budgets_or_with_flex_attention_is_refused(build: Build) -> None:
     with pytest.raises(ConfigError, match=r"actor_train\.use_sequence_packing: needs both token budgets"):
         build(use_sequence_packing=True)
-    with pytest.raises(ConfigError, match=r"flex_attention is not packed by strategy torch\. Fix: model_args\.attn_implementation: sdpa"):
+    with pytest.raises(
+        ConfigError,
+        match=r"flex_attention is not packed by strategy torch\. Fix: model_args\.attn_implementation: sdpa",
+    ):
         build(attn_implementation="flex_attention", **packed(60))

@@ -33,7 +33,9 @@ def test_nothing_is_copied_on_the_device_first(monkeypatch: pytest.MonkeyPatch) 
     assert weight.tolist() == [0, 1, 2, 3]
 
 
-def test_offloading_gives_back_what_torch_keeps_after_everything_has_left(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloading_gives_back_what_torch_keeps_after_everything_has_left(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     strategy: TorchStrategy = build(dtype="bf16")
     assert strategy.optimizer is not None
     done: list[str] = []

@@ -32,7 +32,9 @@ def gradients(strategy: TorchStrategy, update: Update) -> torch.Tensor:
     seen: list[torch.Tensor] = []
     assert strategy.optimizer is not None
     optimizer = strategy.optimizer
-    optimizer.step = lambda lr: seen.append(torch.cat([m.grad.flatten() for m in optimizer.masters.values() if m.grad is not None]))  # type: ignore[method-assign]
+    optimizer.step = lambda lr: seen.append(
+        torch.cat([m.grad.flatten() for m in optimizer.masters.values() if m.grad is not None])
+    )  # type: ignore[method-assign]
     strategy.update(update)
     return seen[0]
 
@@ -47,7 +49,9 @@ def without_signal(update: Update) -> Update:
 
 
 @pytest.mark.parametrize("budget", [None, 40])
-def test_logprobs_are_those_of_a_plain_forward_pass_at_temperature_seven_tenths(build: Build, folder: Path, rows: Rows, budget: int | None) -> None:
+def test_logprobs_are_those_of_a_plain_forward_pass_at_temperature_seven_tenths(
+    build: Build, folder: Path, rows: Rows, budget: int | None
+) -> None:
     strategy = build(temperature=0.7, infer_batch_size=3, max_tokens_per_microbatch_in_infer=budget)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     expected = []
@@ -61,7 +65,9 @@ def test_logprobs_are_those_of_a_plain_forward_pass_at_temperature_seven_tenths(
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
 
 
-def test_the_gradient_depends_on_no_micro_batch_budget_order_chunk_or_checkpointing(build: Build, update: Update) -> None:
+def test_the_gradient_depends_on_no_micro_batch_budget_order_chunk_or_checkpointing(
+    build: Build, update: Update
+) -> None:
     whole = gradients(build(per_device_train_batch_size=100, max_grad_norm=0.0), update)
     assert whole.norm() > 1e-3
     order = np.random.default_rng(1).permutation(len(update.rows))
@@ -77,7 +83,10 @@ def test_the_gradient_depends_on_no_micro_batch_budget_order_chunk_or_checkpoint
 
 
 def test_the_result_does_not_depend_on_micro_batches_either(build: Build, update: Update) -> None:
-    one, two = build(per_device_train_batch_size=100).update(update), build(per_device_train_batch_size=2).update(update)
+    one, two = (
+        build(per_device_train_batch_size=100).update(update),
+        build(per_device_train_batch_size=2).update(update),
+    )
     assert one.loss == pytest.approx(two.loss, rel=1e-6)
     assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-6)
     assert set(one.sums) == {f"policy/{name}" for name in ("approx_kl", "clip_frac", "ratio_mean", "entropy", "kl")}
@@ -86,14 +95,22 @@ def test_the_result_does_not_depend_on_micro_batches_either(build: Build, update
         assert w == pytest.approx(float(np.sum(update.rows.columns["weight"])))
 
 
-def test_updates_are_those_of_plain_adamw_on_the_same_model_with_each_updates_rate(build: Build, folder: Path, update: Update) -> None:
+def test_updates_are_those_of_plain_adamw_on_the_same_model_with_each_updates_rate(
+    build: Build, folder: Path, update: Update
+) -> None:
     strategy = build(
-        TorchConfig(betas=(0.9, 0.95), eps=1e-6), weight_decay=0.1, temperature=0.7, objective=Objective(LossChoice("vanilla")), max_grad_norm=0.5
+        TorchConfig(betas=(0.9, 0.95), eps=1e-6),
+        weight_decay=0.1,
+        temperature=0.7,
+        objective=Objective(LossChoice("vanilla")),
+        max_grad_norm=0.5,
     )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
-    plain = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95), eps=1e-6)
+    plain = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95), eps=1e-6
+    )
     rows = update.rows
     at = np.flatnonzero(rows.response_mask)
     coef, advantages = (torch.from_numpy(rows.columns[name]).float() for name in ("coef", "advantages"))
@@ -118,7 +135,9 @@ def test_updates_are_those_of_plain_adamw_on_the_same_model_with_each_updates_ra
         torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-5, msg=name)
 
 
-def test_a_bf16_model_learns_through_fp32_masters_that_start_from_the_folder(build: Build, folder: Path, update: Update) -> None:
+def test_a_bf16_model_learns_through_fp32_masters_that_start_from_the_folder(
+    build: Build, folder: Path, update: Update
+) -> None:
     strategy = build(dtype="bf16", gradient_checkpointing=True)
     assert strategy.optimizer is not None
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -167,7 +186,9 @@ def test_training_raises_the_log_prob_of_rewarded_tokens(build: Build, rows: Row
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_an_update_whose_loss_is_not_finite_is_skipped_and_the_next_is_as_if_it_had_not_been(build: Build, update: Update, dtype: str) -> None:
+def test_an_update_whose_loss_is_not_finite_is_skipped_and_the_next_is_as_if_it_had_not_been(
+    build: Build, update: Update, dtype: str
+) -> None:
     strategy, other = build(dtype=dtype), build(dtype=dtype)
     columns = {**update.rows.columns, "advantages": np.full(len(update.rows.columns["coef"]), np.nan)}
     before = weights(strategy)
@@ -192,9 +213,13 @@ def test_a_gradient_that_is_not_finite_moves_nothing_though_the_loss_is(build: B
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in strategy.model.named_parameters())
 
 
-def test_the_memory_of_a_gpu_is_a_metric_and_a_cpu_has_none(build: Build, update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_gpu_is_a_metric_and_a_cpu_has_none(
+    build: Build, update: Update, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not [name for name in build().update(update).sums if name.startswith("system/")]
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**29 if device == torch.device("cuda", 1) else 0)
+    monkeypatch.setattr(
+        torch.cuda, "max_memory_allocated", lambda device: 3 * 2**29 if device == torch.device("cuda", 1) else 0
+    )
     assert gpu_memory(torch.device("cuda", 1)) == {"system/gpu_memory": (1.5, 1.0)}
 
 
@@ -205,7 +230,12 @@ def test_a_token_outside_the_vocabulary_is_told(build: Build) -> None:
 
 
 def test_images_are_refused(build: Build) -> None:
-    rows = Rows(np.array([1, 2], np.int32), np.array([0, 2]), np.array([False, True]), images=((np.zeros((1, 1, 3), np.uint8),),))
+    rows = Rows(
+        np.array([1, 2], np.int32),
+        np.array([0, 2]),
+        np.array([False, True]),
+        images=((np.zeros((1, 1, 3), np.uint8),),),
+    )
     with pytest.raises(TrainerError, match="takes text alone"):
         build().logprobs(rows)
 
@@ -254,17 +284,24 @@ def test_a_critic_learns_the_returns(build: Build, rows: Rows) -> None:
         ({"objective": Objective(LossChoice("ppo"), kl_loss_type="k5")}, r"kl_loss_type: unknown KL estimator 'k5'"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_model_is_loaded(build: Build, changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_work_is_refused_before_the_model_is_loaded(
+    build: Build, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         build(model=Path("/nowhere"), **changes)
 
 
 def test_a_missing_package_is_the_machines_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    context = TrainContext(model=Path("/nowhere"), role="reference", trainable=False, attn_implementation="flash_attention_2")
+    context = TrainContext(
+        model=Path("/nowhere"), role="reference", trainable=False, attn_implementation="flash_attention_2"
+    )
     (lack,) = TorchStrategy.check(TorchConfig(), context)
     assert lack.machine
-    assert str(lack) == "$.reference.model_args.attn_implementation: flash_attention_2 needs the package flash_attn. Fix: sdpa"
+    assert (
+        str(lack)
+        == "$.reference.model_args.attn_implementation: flash_attention_2 needs the package flash_attn. Fix: sdpa"
+    )
 
 
 def test_a_shared_offer_names_the_living_model_until_close(build: Build, update: Update) -> None:
@@ -281,7 +318,9 @@ def test_a_shared_offer_names_the_living_model_until_close(build: Build, update:
         shared.lookup(offer.payload["key"])
 
 
-def test_the_step_waits_for_a_sampler_that_holds_the_lock(build: Build, update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_waits_for_a_sampler_that_holds_the_lock(
+    build: Build, update: Update, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strategy = build()
     lock = shared.lookup(strategy.offer("shared", 0).payload["key"]).lock
     assert strategy.optimizer is not None
@@ -307,7 +346,9 @@ def test_weights_on_disk_are_a_model_folder_that_the_next_offer_replaces(build: 
     assert not second.exists()
 
 
-def test_weights_leave_in_buckets_of_their_size_one_made_after_the_other(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_leave_in_buckets_of_their_size_one_made_after_the_other(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strategy = build(bucket_bytes=4096)
     every = {name: weight.nbytes for name, weight in strategy.weights()}
     offer, begun, sent = strategy.offer("shared_memory", 1), [], []
@@ -335,7 +376,9 @@ def test_weights_leave_in_buckets_of_their_size_one_made_after_the_other(build: 
 
 
 def test_an_unknown_transport_is_told(build: Build) -> None:
-    with pytest.raises(TrainerError, match=r"no transport 'nccl'\. It has: shared, shared_memory, process_group, safetensors"):
+    with pytest.raises(
+        TrainerError, match=r"no transport 'nccl'\. It has: shared, shared_memory, process_group, safetensors"
+    ):
         build().offer("nccl", 0)
 
 
@@ -348,7 +391,9 @@ def test_offload_and_onload_change_nothing(build: Build, update: Update) -> None
     assert one.update(update).loss == two.update(update).loss
 
 
-def test_a_policy_loss_of_another_plugin_is_used_with_its_metrics(build: Build, update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_loss_of_another_plugin_is_used_with_its_metrics(
+    build: Build, update: Update, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Mine:
         def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
             return view.extras["versions"] + 1.0 - view.log_probs, {"halves": torch.full_like(view.coef, 0.5)}

@@ -29,9 +29,15 @@ from turnwise_torch.stream import Bucket, Lines, Sender, buckets, receive
 
 def weights() -> list[tuple[str, Tensor]]:
     made = torch.Generator().manual_seed(0)
-    names = ["model.embed_tokens.weight", *(f"model.layers.{i}.{part}" for i in range(12) for part in ("q", "k", "v")), "lm_head.weight"]
+    names = [
+        "model.embed_tokens.weight",
+        *(f"model.layers.{i}.{part}" for i in range(12) for part in ("q", "k", "v")),
+        "lm_head.weight",
+    ]
     kinds = [torch.float32, torch.bfloat16]
-    return [(name, torch.randn(3, 5, generator=made).to(kinds[i % 2])) for i, name in enumerate(names)] + [("empty", torch.zeros(0, 4))]
+    return [(name, torch.randn(3, 5, generator=made).to(kinds[i % 2])) for i, name in enumerate(names)] + [
+        ("empty", torch.zeros(0, 4))
+    ]
 
 
 @given(st.integers(1, 2000))
@@ -220,7 +226,9 @@ def test_an_offer_that_is_gone_is_told() -> None:
         next(receive(sender.payload, 1))
 
 
-def test_a_host_without_room_in_its_shared_memory_is_told_before_a_byte_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_room_in_its_shared_memory_is_told_before_a_byte_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Writing to memory that the system cannot give ends a process by a signal."""
 
     def full(*_: int) -> None:
@@ -230,7 +238,9 @@ def test_a_host_without_room_in_its_shared_memory_is_told_before_a_byte_is_writt
     sender = Sender(receivers=1, timeout=10)
     reader = threading.Thread(target=_read_until_the_end, args=(sender.payload,))
     reader.start()
-    with pytest.raises(TrainerError, match=r"no shared memory for a bucket of \d+ MB .*Fix: .*model_update_buffer_size_mb"):
+    with pytest.raises(
+        TrainerError, match=r"no shared memory for a bucket of \d+ MB .*Fix: .*model_update_buffer_size_mb"
+    ):
         sender.send(buckets(weights(), 10**6))
     reader.join(10)
 

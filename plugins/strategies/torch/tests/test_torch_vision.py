@@ -30,7 +30,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def context(folder: Path) -> TrainContext:
     loss = Objective(LossChoice("vanilla"))
-    return TrainContext(model=folder, role="actor_train", dtype="fp32", temperature=TEMPERATURE, objective=loss, per_device_train_batch_size=2)
+    return TrainContext(
+        model=folder,
+        role="actor_train",
+        dtype="fp32",
+        temperature=TEMPERATURE,
+        objective=loss,
+        per_device_train_batch_size=2,
+    )
 
 
 def picture(seed: int, height: int, width: int) -> np.ndarray:
@@ -38,7 +45,8 @@ def picture(seed: int, height: int, width: int) -> np.ndarray:
 
 
 def make_rows(vision: Vision) -> Rows:
-    """Two pictures of different sizes in one sample, none in the second, one in the third, whose last picture nobody predicts from."""
+    """Two pictures of different sizes in one sample, none in the second, one in the third, whose last picture nobody
+    predicts from."""
     images = ((picture(0, 64, 96), picture(1, 40, 40)), (), (picture(2, 56, 84), picture(3, 30, 30)))
 
     def run(image: np.ndarray) -> list[int]:
@@ -88,12 +96,15 @@ def test_one_update_moves_text_and_vision_as_one_backward_pass_over_all_samples_
     context: TrainContext, folder: Path, size: int, checkpointing: bool
 ) -> None:
     strategy = TorchStrategy(
-        TorchConfig(), evolve(context, per_device_train_batch_size=size, gradient_checkpointing=checkpointing, max_grad_norm=0.0)
+        TorchConfig(),
+        evolve(context, per_device_train_batch_size=size, gradient_checkpointing=checkpointing, max_grad_norm=0.0),
     )
     vision = Vision(folder)
     rows = make_rows(vision)
     model = load_causal_lm(folder, "fp32", "sdpa")
-    loss = -(torch.from_numpy(rows.columns["coef"] * rows.columns["advantages"]) * slow_log_probs(model, vision, rows)).sum()
+    loss = -(
+        torch.from_numpy(rows.columns["coef"] * rows.columns["advantages"]) * slow_log_probs(model, vision, rows)
+    ).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     before = {name: p.detach().clone() for name, p in strategy.model.named_parameters()}
     result = strategy.update(Update(rows, lr=1e-3))
@@ -110,7 +121,9 @@ def test_one_update_moves_text_and_vision_as_one_backward_pass_over_all_samples_
 
 
 def test_a_critic_reads_images_too(context: TrainContext, folder: Path) -> None:
-    strategy = TorchStrategy(TorchConfig(), evolve(context, role="critic", head="value", objective=Objective(LossChoice("vanilla"))))
+    strategy = TorchStrategy(
+        TorchConfig(), evolve(context, role="critic", head="value", objective=Objective(LossChoice("vanilla")))
+    )
     assert strategy.values(make_rows(Vision(folder))).tolist() == [0.0] * 8
     strategy.close()
 

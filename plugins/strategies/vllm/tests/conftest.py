@@ -22,8 +22,11 @@ from turnwise.contracts.train import Offer
 MISSING = "vllm is not installed (extra: turnwise-vllm[vllm] or [cpu])"
 
 
-async def send(backend: Any, named: Any, version: int, size: int = 20_000, sender: Any = None, adapter: Any = None) -> int:
-    """Stream named tensors to a backend, by shared memory or what `sender` sends by; the sending thread ends with it."""
+async def send(
+    backend: Any, named: Any, version: int, size: int = 20_000, sender: Any = None, adapter: Any = None
+) -> int:
+    """Stream named tensors to a backend, by shared memory or what `sender` sends by; the sending thread ends with
+    it."""
     from turnwise_torch.stream import Sender, buckets
 
     if backend._engine is None:  # its start may take longer than an offer waits on a busy machine
@@ -56,14 +59,17 @@ class Lab:
         self.runner = asyncio.Runner()
         self.context = evolve(model_context(), **changes)
         # Nothing is read from disk: whatever is right below came by a weight update.
-        self.backend = VllmBackend(VllmConfig(**{"load_format": "dummy", "block_size": 32, **(options or {})}), self.context)
+        self.backend = VllmBackend(
+            VllmConfig(**{"load_format": "dummy", "block_size": 32, **(options or {})}), self.context
+        )
         self.version = 0
 
     def close(self) -> None:
         """Stop the engine."""
         self.runner.run(self.backend.close())
         self.runner.close()
-        gc.collect()  # vLLM leaves sockets that complain when they are collected: here, where the tests' filters hear them
+        # vLLM leaves sockets that complain when they are collected: here, where the tests' filters hear them
+        gc.collect()
 
     def model(self, seed: int) -> Any:
         """A random model of the folder's shape: biases and norms too, which a fresh one has all alike."""
@@ -79,7 +85,8 @@ class Lab:
         return model
 
     async def send(self, named: Any, size: int = 20_000, sender: Any = None, adapter: Any = None) -> int:
-        """Stream named tensors as the next version, by shared memory or what `sender` sends by; its thread ends with it."""
+        """Stream named tensors as the next version, by shared memory or what `sender` sends by; its thread ends with
+        it."""
 
         self.version += 1
         return await send(self.backend, named, self.version, size, sender, adapter)
@@ -105,7 +112,9 @@ class Lab:
         """How far the answer's log-probs are from those of `model`, at most, over the `chosen` tokens."""
         from turnwise_torch.fixtures import log_probs
 
-        expected = log_probs(model, np.concatenate([request.ids, answer.ids]), request.args.temperature)[-len(answer.ids) :]
+        expected = log_probs(model, np.concatenate([request.ids, answer.ids]), request.args.temperature)[
+            -len(answer.ids) :
+        ]
         return float(np.abs(answer.logprobs - expected)[chosen].max())
 
 
@@ -140,7 +149,8 @@ def stream() -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's cache is a new folder, as on a machine that never ran it: there it inspects a model's class, which else it remembers."""
+    """vLLM's cache is a new folder, as on a machine that never ran it: there it inspects a model's class, which else it
+    remembers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("vllm_cache")))
         yield
@@ -148,7 +158,8 @@ def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def vision_options() -> dict[str, Any]:
-    """Options with which vLLM sees images here: in this process where torchvision fits torch, else in a server that finds it elsewhere."""
+    """Options with which vLLM sees images here: in this process where torchvision fits torch, else in a server that
+    finds it elsewhere."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip(MISSING)
     if importlib.util.find_spec("torchvision") is not None:
@@ -161,8 +172,8 @@ def vision_options() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def adapted() -> Callable[..., Any]:
-    """`adapted(folder, seed, place)`: PEFT's model over the one in `folder` with random adapters, their tensors by the names of PEFT's files, and
-    their configuration; saved by PEFT in `place`."""
+    """`adapted(folder, seed, place)`: PEFT's model over the one in `folder` with random adapters, their tensors by the
+    names of PEFT's files, and their configuration; saved by PEFT in `place`."""
 
     def make(folder: Path, seed: int, place: Path | None = None) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         import json
@@ -172,8 +183,16 @@ def adapted() -> Callable[..., Any]:
 
         from turnwise_torch.models import load_causal_lm
 
-        target = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]  # fused layers of which not all parts have adapters
-        model = get_peft_model(load_causal_lm(folder, "fp32", "eager"), LoraConfig(r=4, lora_alpha=6, target_modules=target))
+        target = [
+            "q_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "down_proj",
+        ]  # fused layers of which not all parts have adapters
+        model = get_peft_model(
+            load_causal_lm(folder, "fp32", "eager"), LoraConfig(r=4, lora_alpha=6, target_modules=target)
+        )
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():

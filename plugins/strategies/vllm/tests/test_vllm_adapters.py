@@ -1,4 +1,5 @@
-"""Adapters alone over vLLM's own weights: log-probs are those of PEFT's model, from the first update on and across one in mid-generation."""
+"""Adapters alone over vLLM's own weights: log-probs are those of PEFT's model, from the first update on and across one
+in mid-generation."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from turnwise.errors import EngineError, EngineLost
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"
+    ),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 CLOSE, FAR = 1e-4, 1e-2
@@ -57,7 +60,9 @@ def in_flight(lab: Any, request: Any, update: Any) -> Any:
     raise AssertionError("no update fell into a generation")
 
 
-def test_the_base_serves_until_the_first_adapters_come_which_may_be_in_mid_generation(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_base_serves_until_the_first_adapters_come_which_may_be_in_mid_generation(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lab, trainer = bench
     monkeypatch.setattr(lab.context.chat, "stop_ids", ())
     requests = [lab.request(seed, prompt=seed, temperature=t) for seed, t in enumerate((0.7, 1.0))]
@@ -87,7 +92,10 @@ def test_log_probs_are_those_of_pefts_model_after_an_update(bench: Any, tmp_path
     lab.ask(cached)  # its prompt is in the cache of the adapters before
     if transport == "safetensors":
         lab.version += 1
-        assert lab.runner.run(lab.backend.receive(Offer(transport, lab.version, {"folder": str(tmp_path)}, config))) == lab.version
+        assert (
+            lab.runner.run(lab.backend.receive(Offer(transport, lab.version, {"folder": str(tmp_path)}, config)))
+            == lab.version
+        )
     else:
         hub = Hub("", torch.device("cpu"), 60.0) if transport == "process_group" else None
         lab.runner.run(lab.send(tensors.items(), adapter=config, sender=hub and hub.sender(1)))
@@ -121,7 +129,10 @@ def test_what_vllm_cannot_adapt_is_one_error_and_the_next_update_serves(bench: A
     lab, trainer = bench
     model, tensors, config = trainer.adapters(5)
     elsewhere = {name.replace("q_proj", "rotary_emb"): tensor for name, tensor in tensors.items()}
-    with pytest.raises(EngineError, match=r"no adapters for rotary_emb\. Known: .*q_proj.* Fix: another lora_target, or lora_sync: merged") as told:
+    with pytest.raises(
+        EngineError,
+        match=r"no adapters for rotary_emb\. Known: .*q_proj.* Fix: another lora_target, or lora_sync: merged",
+    ) as told:
         lab.runner.run(lab.send(elsewhere.items(), adapter=config))
     assert "\n" not in str(told.value)
     nowhere = {name.replace("layers.1.", "layers.7."): tensor for name, tensor in tensors.items()}
@@ -156,7 +167,13 @@ def test_a_server_takes_adapters_alone(make_lab: Callable[..., Any], adapted: Ca
 
         process = Server(VllmConfig(mode="server"), evolve(model_context(), lora=lora))
         attach(process)
-        options = {"mode": mode, "base_url": process.url, "api_key_env": KEY, "load_format": "auto", "start_timeout": 200.0}
+        options = {
+            "mode": mode,
+            "base_url": process.url,
+            "api_key_env": KEY,
+            "load_format": "auto",
+            "start_timeout": 200.0,
+        }
         started(process)
     try:
         for again in range(2 if mode == "attach" else 1):  # the second run finds the first one's adapters there

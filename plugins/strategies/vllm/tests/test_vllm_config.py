@@ -1,4 +1,5 @@
-"""The options of vllm and what becomes of them without the engine: sizes, names, sampling parameters, log-probs that are not ours, versions."""
+"""The options of vllm and what becomes of them without the engine: sizes, names, sampling parameters, log-probs that
+are not ours, versions."""
 
 from __future__ import annotations
 
@@ -42,7 +43,13 @@ class Letters:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder of a model with two layers and two key-value heads of 32."""
-    facts = {"vocab_size": 100, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    facts = {
+        "vocab_size": 100,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+    }
     (tmp_path / "config.json").write_text(json.dumps(facts), encoding="utf-8")
     return tmp_path
 
@@ -81,13 +88,18 @@ def test_devices_that_cannot_be_divided_are_an_error_that_names_the_sizes() -> N
 
 def test_the_cache_gets_what_the_weights_leave() -> None:
     facts = {"parameters": 7 * GB, "dtype": "fp16", "device_bytes": 80 * GB}
-    assert VllmConfig(**{SHARE: 0.5}).memory(facts) == {"weights": 14 * GB, "kv_cache": 26 * GB - RUNTIME_BYTES, "activations": RUNTIME_BYTES}
+    assert VllmConfig(**{SHARE: 0.5}).memory(facts) == {
+        "weights": 14 * GB,
+        "kv_cache": 26 * GB - RUNTIME_BYTES,
+        "activations": RUNTIME_BYTES,
+    }
     assert VllmConfig(**{SHARE: 0.5, TP: 2}).memory(facts)["weights"] == 7 * GB
     assert VllmConfig(**{SHARE: 0.1}).memory(facts)["kv_cache"] == 0
 
 
 @pytest.mark.parametrize(
-    "options", [{TP: 0}, {SHARE: 0.0}, {SHARE: 1.5}, {"mode": "remote"}, {"start_timeout": 0.0}, {"logprobs_mode": "raw_logits"}]
+    "options",
+    [{TP: 0}, {SHARE: 0.0}, {SHARE: 1.5}, {"mode": "remote"}, {"start_timeout": 0.0}, {"logprobs_mode": "raw_logits"}],
 )
 def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:
     assert structure(VllmConfig, options)[1]
@@ -105,9 +117,17 @@ def test_the_record_needs_the_engine_and_runs_it() -> None:
         ({"engine_args": {"max_num_seq": 3}}, (), "has no engine argument 'max_num_seq'. Did you mean 'max_num_seqs'?"),
         ({"engine_args": {"swap_space": 4, "enable_log_requests": True}}, (), None),
         ({"engine_args": {"block_size": 16}}, (), "engine_args.block_size: has a key of its own"),
-        ({"engine_args": {"dtype": "half"}}, (), "set by the run. Fix: leave it out, and set actor_infer.model_args.dtype"),
+        (
+            {"engine_args": {"dtype": "half"}},
+            (),
+            "set by the run. Fix: leave it out, and set actor_infer.model_args.dtype",
+        ),
         ({"mode": "attach"}, (), "mode attach needs the server's address"),
-        ({"mode": "attach", "base_url": "http://x", "engine_args": {"swap_space": 1}}, (), "cannot be set from here: swap_space"),
+        (
+            {"mode": "attach", "base_url": "http://x", "engine_args": {"swap_space": 1}},
+            (),
+            "cannot be set from here: swap_space",
+        ),
         ({"base_url": "http://x"}, (), "is for mode attach, and mode is in_process"),
         ({"max_model_len": 100}, (), "100 is below sequence_length 2048"),
         ({"enable_sleep_mode": True}, (), "no device memory to give back on a CPU"),
@@ -115,14 +135,23 @@ def test_the_record_needs_the_engine_and_runs_it() -> None:
         ({"engine_args": {"data_parallel_size": 3}}, (0, 1), "2 devices hold 2 engines"),
         ({"engine_args": {"data_parallel_size": 0}}, (), "0 is not a positive integer"),
         ({TP: 2, "enable_sleep_mode": True}, (0, 1, 2, 3), None),
-        ({"mode": "attach", "base_url": "http://x", TP: 2}, (0, 1, 2, 3), "4 devices are 2 engines, and base_url names one server"),
+        (
+            {"mode": "attach", "base_url": "http://x", TP: 2},
+            (0, 1, 2, 3),
+            "4 devices are 2 engines, and base_url names one server",
+        ),
         ({"mode": "attach", "base_url": "http://x", TP: 2}, (0, 1), None),
         ({"python_path": ("/x",)}, (), "python_path: is for mode server, and mode is in_process"),
         ({"mode": "server", "python_path": ("/x",)}, (), None),
     ],
 )
-def test_options_are_checked_without_starting_anything(options: dict[str, Any], devices: tuple[int, ...], told: str | None) -> None:
-    lines = [str(problem) for problem in VllmBackend.check(VllmConfig(**options), InferenceContext(None, None, devices=devices))]
+def test_options_are_checked_without_starting_anything(
+    options: dict[str, Any], devices: tuple[int, ...], told: str | None
+) -> None:
+    lines = [
+        str(problem)
+        for problem in VllmBackend.check(VllmConfig(**options), InferenceContext(None, None, devices=devices))
+    ]
     if told is None:
         assert lines == []
     else:
@@ -131,13 +160,23 @@ def test_options_are_checked_without_starting_anything(options: dict[str, Any], 
 
 
 @pytest.mark.usefixtures("engine_source")
-def test_processes_on_cpus_have_no_memory_to_give_back_though_they_have_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_on_cpus_have_no_memory_to_give_back_though_they_have_numbers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(arguments, "cpu_build", lambda: True)
     (lack,) = VllmBackend.check(VllmConfig(enable_sleep_mode=True), InferenceContext(None, None, devices=(0, 1)))
     assert lack.machine and lack.text.startswith("needs vLLM for GPUs, and its build for CPUs is installed. Fix: ")
-    with pytest.raises(MachineError, match=r"^\$\.actor_infer\.strategy_args\.strategy_config\.enable_sleep_mode: needs vLLM for GPUs"):
+    with pytest.raises(
+        MachineError, match=r"^\$\.actor_infer\.strategy_args\.strategy_config\.enable_sleep_mode: needs vLLM for GPUs"
+    ):
         VllmBackend(VllmConfig(enable_sleep_mode=True), InferenceContext(folder, Letters(), devices=(0,)))  # type: ignore[arg-type]
-    assert VllmBackend.check(VllmConfig(enable_sleep_mode=True, mode="attach", base_url="http://x"), InferenceContext(None, None, devices=(0,))) == []
+    assert (
+        VllmBackend.check(
+            VllmConfig(enable_sleep_mode=True, mode="attach", base_url="http://x"),
+            InferenceContext(None, None, devices=(0,)),
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(("rank", "served"), [(1, 1), (2, 8), (8, 8), (48, 64), (512, 512)])
@@ -155,7 +194,11 @@ def test_adapters_alone_get_the_smallest_rank_that_vllm_has(folder: Path, rank: 
 @pytest.mark.parametrize(
     ("options", "rank", "told"),
     [
-        ({"load_format": "dummy"}, 8, "load_format: dummy, but lora_sync: adapter sends no weights of the model itself. Fix: load_format: auto"),
+        (
+            {"load_format": "dummy"},
+            8,
+            "load_format: dummy, but lora_sync: adapter sends no weights of the model itself. Fix: load_format: auto",
+        ),
         ({}, 513, "actor_train.model_args.lora_rank: vLLM takes adapters of ranks up to 512"),
     ],
 )
@@ -180,7 +223,9 @@ def test_a_model_that_sees_needs_torchvision_in_its_process(folder: Path, monkey
 
 
 @pytest.mark.engines
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra: turnwise-vllm[vllm] or [cpu])")
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra: turnwise-vllm[vllm] or [cpu])"
+)
 def test_argument_names_are_those_of_the_real_engine() -> None:
     known = arguments.argument_names()
     assert known is not None
@@ -210,7 +255,9 @@ def test_an_update_after_which_the_engine_serves_another_version_is_told(folder:
 
 def test_a_models_own_code_runs_in_the_engine_only_where_the_run_says_so(folder: Path) -> None:
     for trusted in (False, True):
-        made = arguments.engine_arguments(VllmConfig(), InferenceContext(folder, None, trust_remote_code=trusted), cpu=False)
+        made = arguments.engine_arguments(
+            VllmConfig(), InferenceContext(folder, None, trust_remote_code=trusted), cpu=False
+        )
         assert made["trust_remote_code"] is trusted
     (line,) = VllmBackend.check(VllmConfig(engine_args={"trust_remote_code": True}), InferenceContext(None, None))
     assert "engine_args.trust_remote_code: set by the run. Fix: leave it out, and set trust_remote_code" in str(line)
@@ -219,13 +266,24 @@ def test_a_models_own_code_runs_in_the_engine_only_where_the_run_says_so(folder:
 def test_arguments_of_a_cpu_are_small_and_those_of_gpus_are_the_engines(folder: Path) -> None:
     context = InferenceContext(folder, None, dtype="fp32", sequence_length=200, infer_batch_size=10)
     cpu = arguments.engine_arguments(VllmConfig(engine_args={"swap_space": 1}), context, cpu=True)
-    # Two blocks of 128 tokens for each of ten sequences; a token is key and value of two layers of two heads of 32 float32 numbers.
+    # Two blocks of 128 tokens for each of ten sequences; a token is key and value of two layers of two heads of 32
+    # float32 numbers.
     assert cpu["kv_cache_memory_bytes"] == 10 * 256 * (2 * 2 * 2 * 32 * 4)
-    assert (cpu["enforce_eager"], cpu["max_num_seqs"], cpu["max_model_len"], cpu["dtype"], cpu["swap_space"]) == (True, 10, 200, "float32", 1)
+    assert (cpu["enforce_eager"], cpu["max_num_seqs"], cpu["max_model_len"], cpu["dtype"], cpu["swap_space"]) == (
+        True,
+        10,
+        200,
+        "float32",
+        1,
+    )
     assert SHARE not in cpu
-    given = arguments.engine_arguments(VllmConfig(block_size=32, gpu_memory_utilization=0.4), InferenceContext(folder, None), cpu=False)
+    given = arguments.engine_arguments(
+        VllmConfig(block_size=32, gpu_memory_utilization=0.4), InferenceContext(folder, None), cpu=False
+    )
     assert (given["block_size"], given[SHARE]) == (32, 0.4)
-    gpu = arguments.engine_arguments(VllmConfig(tensor_parallel_size=2), InferenceContext(folder, None, devices=(0, 1, 2, 3)), cpu=False)
+    gpu = arguments.engine_arguments(
+        VllmConfig(tensor_parallel_size=2), InferenceContext(folder, None, devices=(0, 1, 2, 3)), cpu=False
+    )
     assert (gpu["enforce_eager"], gpu["data_parallel_size"], gpu[SHARE]) == (False, 2, 0.9)
     assert gpu["distributed_executor_backend"] == "mp"  # in a Ray actor's place vLLM would take Ray
     assert "distributed_executor_backend" not in cpu
@@ -278,7 +336,9 @@ def test_sampling_parameters_leave_the_end_to_the_chat() -> None:
 @pytest.mark.parametrize(("included", "text"), [(True, "ABC"), (False, "A")])
 def test_the_text_ends_at_the_stop_string_and_the_ids_do_not(included: bool, text: str) -> None:
     request = Request(0, GeneratingArgs(8, 1.0, stop_strings=("BC",), include_stop_str_in_output=included), 8)
-    answer = generation(Answer([65, 66, 67], [-1.0] * 3, [("4", 0, 3)], "stop"), request, Letters(), "processed_logprobs")
+    answer = generation(
+        Answer([65, 66, 67], [-1.0] * 3, [("4", 0, 3)], "stop"), request, Letters(), "processed_logprobs"
+    )
     assert (answer.text, answer.finish) == (text, "stop")
     assert answer.ids is not None
     assert answer.ids.tolist() == [65, 66, 67]
@@ -295,8 +355,11 @@ def test_the_text_ends_at_the_stop_string_and_the_ids_do_not(included: bool, tex
         ("/health/other", [], 401),
     ],
 )
-def test_a_server_of_the_run_answers_who_has_its_key(monkeypatch: pytest.MonkeyPatch, path: str, headers: list[Any], status: int) -> None:
-    """vLLM itself guards its routes of requests alone: not those of weights, nor the one that calls any method of its workers."""
+def test_a_server_of_the_run_answers_who_has_its_key(
+    monkeypatch: pytest.MonkeyPatch, path: str, headers: list[Any], status: int
+) -> None:
+    """vLLM itself guards its routes of requests alone: not those of weights, nor the one that calls any method of its
+    workers."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -335,9 +398,13 @@ def test_the_key_of_an_attached_server_is_in_a_variable_that_has_to_be_there(mon
     assert "api_key_env: is for mode attach, and mode is server" in str(line)
 
 
-def test_the_roles_devices_are_positions_within_what_the_run_may_see(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_roles_devices_are_positions_within_what_the_run_may_see(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    values = server_environment(VllmConfig(mode="server"), InferenceContext(folder, None, devices=(1, 2)), False, "the-key")
+    values = server_environment(
+        VllmConfig(mode="server"), InferenceContext(folder, None, devices=(1, 2)), False, "the-key"
+    )
     assert values["CUDA_VISIBLE_DEVICES"] == "5,6"
 
 
@@ -354,28 +421,59 @@ def test_log_probs_that_are_no_numbers_are_an_error() -> None:
         ({}, {"model": "/other"}, ""),  # whole weights come
         ({"updates": False}, {}, ""),
         ({"updates": False}, {"model": "/other"}, r"--model /\S+ \(it has /other, and no weights will be sent\)"),
-        ({"lora": Lora(4, 8, None, "adapter")}, {"model": "/other"}, r"--model /\S+ \(it has /other, and only adapters will be sent\)"),
+        (
+            {"lora": Lora(4, 8, None, "adapter")},
+            {"model": "/other"},
+            r"--model /\S+ \(it has /other, and only adapters will be sent\)",
+        ),
         ({}, {"dtype": "torch.bfloat16"}, r"--dtype float32 \(it has bfloat16\)"),
         ({}, {"max_model_len": 63}, r"--max-model-len 64 \(it has 63\)"),
     ],
 )
-def test_an_attached_server_is_judged_by_what_it_tells(folder: Path, changes: dict[str, Any], told: dict[str, Any], fix: str) -> None:
+def test_an_attached_server_is_judged_by_what_it_tells(
+    folder: Path, changes: dict[str, Any], told: dict[str, Any], fix: str
+) -> None:
     context = InferenceContext(folder, None, **{"dtype": "fp32", "sequence_length": 64, **changes})
-    model = {"model": str(folder), "dtype": "torch.float32", "max_model_len": 64, "logprobs_mode": "processed_logprobs", **told}
-    server = {"model_config": model, "weight_transfer_config": {"backend": arguments.TRANSFER}, "lora_config": {"max_lora_rank": 8}}
+    model = {
+        "model": str(folder),
+        "dtype": "torch.float32",
+        "max_model_len": 64,
+        "logprobs_mode": "processed_logprobs",
+        **told,
+    }
+    server = {
+        "model_config": model,
+        "weight_transfer_config": {"backend": arguments.TRANSFER},
+        "lora_config": {"max_lora_rank": 8},
+    }
     engine = ServedEngine(VllmConfig(mode="attach", base_url="http://h:1"), context)
     if not fix:
         engine._compare({"vllm_config": server})
         return
-    with pytest.raises(ConfigError, match=rf"^the vLLM server at http://h:1 does not fit this run\. Fix: start it with {fix}$"):
+    with pytest.raises(
+        ConfigError, match=rf"^the vLLM server at http://h:1 does not fit this run\. Fix: start it with {fix}$"
+    ):
         engine._compare({"vllm_config": server})
 
 
 def test_the_servers_command_line_has_the_arguments_in_vllms_spelling() -> None:
     command = server_command(
-        {"max_model_len": 64, "enforce_eager": True, "enable_prefix_caching": False, "weight_transfer_config": {"backend": "b"}}, 5
+        {
+            "max_model_len": 64,
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            "weight_transfer_config": {"backend": "b"},
+        },
+        5,
     )
-    assert command[-6:] == ["--max-model-len", "64", "--enforce-eager", "--no-enable-prefix-caching", "--weight-transfer-config", '{"backend": "b"}']
+    assert command[-6:] == [
+        "--max-model-len",
+        "64",
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--weight-transfer-config",
+        '{"backend": "b"}',
+    ]
     assert command[command.index("--host") + 1] == "127.0.0.1"
 
 
@@ -396,7 +494,9 @@ def test_the_turns_of_a_trajectory_go_to_one_copy_and_trajectories_to_all(folder
         return Request(0, GeneratingArgs(), 4, order=(0, 0, trajectory, 0, turn), ids=np.array([3], np.int32))
 
     async def scene(count: int) -> None:
-        backend = VllmBackend(VllmConfig(engine_args={"data_parallel_size": count}), InferenceContext(folder, Letters()))  # type: ignore[arg-type]
+        backend = VllmBackend(
+            VllmConfig(engine_args={"data_parallel_size": count}), InferenceContext(folder, Letters())
+        )  # type: ignore[arg-type]
         backend._engine = Engine()  # type: ignore[assignment]
         for turn in range(2):
             await asyncio.gather(*(backend.generate(asked(trajectory, turn)) for trajectory in range(4)))
@@ -414,7 +514,9 @@ def test_without_a_model_it_refuses_in_one_line() -> None:
         VllmBackend(VllmConfig(), InferenceContext(model=None, chat=None))
 
 
-def test_weights_go_from_gpu_to_gpu_first_and_through_shared_memory_on_a_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_go_from_gpu_to_gpu_first_and_through_shared_memory_on_a_cpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def transports(devices: tuple[int, ...], cpu: bool) -> tuple[str, ...]:
         monkeypatch.setattr("turnwise_vllm.backend.cpu_build", lambda: cpu)
         return VllmBackend.transports(VllmConfig(), InferenceContext(None, None, devices=devices))

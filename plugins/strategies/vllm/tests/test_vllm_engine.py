@@ -1,4 +1,5 @@
-"""The real engine in this process: log-probs by definition, seeds, ends, aborts; weights in place, and the ways in which they go wrong silently."""
+"""The real engine in this process: log-probs by definition, seeds, ends, aborts; weights in place, and the ways in
+which they go wrong silently."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ pytestmark = [
     pytest.mark.engines,
     pytest.mark.timeout(240),
     # vLLM and what it imports warn of their own accord.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"
+    ),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 CLOSE = 1e-4
@@ -36,7 +39,10 @@ def test_dummy_weights_serve_nothing_before_the_first_update(lab: Any) -> None:
 def test_log_probs_are_those_of_a_plain_forward_pass_after_the_first_update(lab: Any, models: Models) -> None:
     model = models(1)
     assert lab.serve(model) == lab.version
-    requests = [lab.request(seed, length=5 + 7 * seed, prompt=seed, temperature=t) for seed, t in enumerate((0.7, 1.0, 0.0, 0.7))]
+    requests = [
+        lab.request(seed, length=5 + 7 * seed, prompt=seed, temperature=t)
+        for seed, t in enumerate((0.7, 1.0, 0.0, 0.7))
+    ]
     for request, answer in zip(requests, lab.ask(*requests), strict=True):
         assert lab.off(model, request, answer) < CLOSE
         assert set(answer.versions.tolist()) == {lab.version}
@@ -98,10 +104,16 @@ def test_tied_embeddings_are_new_under_both_names(lab: Any, models: Models) -> N
     assert lab.off(model, request, answer) < CLOSE
 
 
-@pytest.mark.parametrize(("left_out", "told"), [("self_attn.k_proj", "k_proj"), ("mlp.up_proj", "up_proj"), ("model.norm", "model.norm")])
-def test_a_part_of_a_fused_layer_is_refused_and_a_whole_update_repairs(lab: Any, models: Models, left_out: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("left_out", "told"), [("self_attn.k_proj", "k_proj"), ("mlp.up_proj", "up_proj"), ("model.norm", "model.norm")]
+)
+def test_a_part_of_a_fused_layer_is_refused_and_a_whole_update_repairs(
+    lab: Any, models: Models, left_out: str, told: str
+) -> None:
     model = models(2)
-    with pytest.raises(EngineError, match=rf"^vLLM failed: the weight update lacks \d+ tensors of the model, such as '.*{told}"):
+    with pytest.raises(
+        EngineError, match=rf"^vLLM failed: the weight update lacks \d+ tensors of the model, such as '.*{told}"
+    ):
         lab.runner.run(lab.send((name, tensor) for name, tensor in model.state_dict().items() if left_out not in name))
     with pytest.raises(EngineError, match="mixture of weights"):
         lab.ask(lab.request())
@@ -111,7 +123,9 @@ def test_a_part_of_a_fused_layer_is_refused_and_a_whole_update_repairs(lab: Any,
     assert lab.off(model, request, answer) < CLOSE
 
 
-def test_cached_prompts_are_read_again_after_an_update(lab: Any, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_prompts_are_read_again_after_an_update(
+    lab: Any, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new = models(1), models(2)
     request = lab.request(7, length=140)
     lab.serve(old)
@@ -155,7 +169,12 @@ def test_weights_come_by_a_process_group_update_after_update(lab: Any, models: M
     hub = Hub("", torch.device("cpu"), 60.0)
     groups = set()
     for seed in (2, 1):
-        assert lab.runner.run(lab.send(models(seed).state_dict().items(), sender=hub.sender(lab.backend.receivers("process_group")))) == lab.version
+        assert (
+            lab.runner.run(
+                lab.send(models(seed).state_dict().items(), sender=hub.sender(lab.backend.receivers("process_group")))
+            )
+            == lab.version
+        )
         request = lab.request(11)
         (answer,) = lab.ask(request)
         assert lab.off(models(seed), request, answer) < CLOSE
@@ -164,7 +183,9 @@ def test_weights_come_by_a_process_group_update_after_update(lab: Any, models: M
     hub.close()
 
 
-def test_a_process_group_without_its_trainer_or_with_an_absent_partner_ends_in_one_error(lab: Any, models: Models) -> None:
+def test_a_process_group_without_its_trainer_or_with_an_absent_partner_ends_in_one_error(
+    lab: Any, models: Models
+) -> None:
     import torch
 
     from turnwise_torch.broadcast import Hub
@@ -172,7 +193,9 @@ def test_a_process_group_without_its_trainer_or_with_an_absent_partner_ends_in_o
     hub = Hub("", torch.device("cpu"), 2.0)
     gone = hub.sender(1)
     gone.close()
-    with pytest.raises(EngineError, match=r"^vLLM failed: weight update: the trainer's offer at 127\.0\.0\.1:\d+ is gone"):
+    with pytest.raises(
+        EngineError, match=r"^vLLM failed: weight update: the trainer's offer at 127\.0\.0\.1:\d+ is gone"
+    ):
         lab.runner.run(lab.backend.receive(Offer("process_group", lab.version + 1, gone.payload)))
     begun = time.monotonic()
     with pytest.raises(EngineError, match=r"^vLLM failed: weight update: the trainer stopped sending"):
@@ -197,7 +220,9 @@ def test_weights_of_a_folder_without_the_tied_head(lab: Any, models: Models) -> 
         assert "lm_head.weight" not in weights.keys()  # noqa: SIM118 - no mapping
     lab.serve(models(1))
     lab.version += 1
-    assert lab.runner.run(lab.backend.receive(Offer("safetensors", lab.version, {"folder": str(folder)}))) == lab.version
+    assert (
+        lab.runner.run(lab.backend.receive(Offer("safetensors", lab.version, {"folder": str(folder)}))) == lab.version
+    )
     request = lab.request(9)
     (answer,) = lab.ask(request)
     assert lab.off(load_causal_lm(folder, "fp32", "eager"), request, answer) < CLOSE
@@ -218,7 +243,9 @@ def test_a_prompt_that_is_read_in_parts_gives_the_tokens_of_its_seed(make_lab: C
     try:
         requests = [lab.request(seed, prompt=seed, length=12, temperature=1.0) for seed in range(6)]
         together = lab.ask(*requests)  # 72 tokens of prompts, of which 16 are read at a time
-        assert [answer.ids.tolist() for answer in together] == [lab.ask(request)[0].ids.tolist() for request in requests]
+        assert [answer.ids.tolist() for answer in together] == [
+            lab.ask(request)[0].ids.tolist() for request in requests
+        ]
     finally:
         lab.close()
 
@@ -267,7 +294,10 @@ def test_an_aborted_request_leaves_the_engine(lab: Any, endless: None) -> None:
 def test_what_the_engine_must_not_see_is_refused_in_one_line(lab: Any, models: Models) -> None:
     lab.serve(models(1))
     for request, told in (
-        (Request(0, lab.request().args, 4, ids=np.array([3, 10**6], np.int32)), "token id 1000000 is outside the model's vocabulary"),
+        (
+            Request(0, lab.request().args, 4, ids=np.array([3, 10**6], np.int32)),
+            "token id 1000000 is outside the model's vocabulary",
+        ),
         (lab.request(length=256), "a prompt of 256 tokens leaves no room for a response within 256 tokens"),
         (lab.request(temperature=0.001), "temperature 0.001 is below 0.01"),
         (Request(0, lab.request().args, 4), "takes token ids"),

@@ -15,7 +15,9 @@ pytestmark = [
     pytest.mark.matrix,
     pytest.mark.timeout(600),
     # vLLM and what it imports warn of their own accord.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"
+    ),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 CLOSE = 1e-4
@@ -29,8 +31,16 @@ def experts(make_lab: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
     from turnwise_hf.source import HfModelSource
 
     place: Path = tmp_path_factory.mktemp("experts")
-    source = HfModelSource(None, ModelSourceContext(cache=place, texts=lambda: [{"role": "user", "content": text} for text in TEXTS]))
-    recipe = {"architecture": "qwen3_moe", "hidden_size": 64, "num_heads": 2, "initializer_range": 0.15, "max_position_embeddings": 512}
+    source = HfModelSource(
+        None, ModelSourceContext(cache=place, texts=lambda: [{"role": "user", "content": text} for text in TEXTS])
+    )
+    recipe = {
+        "architecture": "qwen3_moe",
+        "hidden_size": 64,
+        "num_heads": 2,
+        "initializer_range": 0.15,
+        "max_position_embeddings": 512,
+    }
     folder = source.prepare({"recipe": recipe})
     lab = make_lab({"load_format": "auto"}, model=folder, chat=source.chat(folder))
     yield lab
@@ -56,7 +66,11 @@ def test_log_probs_are_the_models_before_and_after_experts_come_one_by_one(exper
     assert off(experts, model) < CLOSE
     lacking = [(name, tensor) for name, tensor in named.items() if "1.mlp.experts.2.up_proj" not in name]
     with pytest.raises(
-        EngineError, match=r"the weight update lacks 1 tensors of the model, such as 'model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight'"
+        EngineError,
+        match=(
+            r"the weight update lacks 1 tensors of the model, such as"
+            r" 'model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight'"
+        ),
     ):
         experts.runner.run(experts.send(lacking))
     model = experts.model(4)

@@ -1,4 +1,5 @@
-"""Memory that does not do: what vLLM says of it becomes one line with the phase, the role and the keys to lower. No engine runs."""
+"""Memory that does not do: what vLLM says of it becomes one line with the phase, the role and the keys to lower. No
+engine runs."""
 
 from __future__ import annotations
 
@@ -16,10 +17,22 @@ from turnwise_vllm.process import Server
 from turnwise_vllm.server import ServedEngine
 
 CUDA = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.1 GiB"
-BLOCKS = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine."
-TOO_LONG = "ValueError: To serve at least one request (9.0 GiB KV cache is needed, which is larger than the available KV cache memory (1.0 GiB)."
-KV = "ValueError: Available memory on node 0 (8.1/21.21 GiB) on kv cache allocation is less than requested memory for kv (37252.9 GiB)."
-FREE = "ValueError: Free memory on device cuda:0 (9/80 GiB) on startup is less than desired GPU memory utilization (0.9, 72 GiB)."
+BLOCKS = (
+    "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing"
+    " the engine."
+)
+TOO_LONG = (
+    "ValueError: To serve at least one request (9.0 GiB KV cache is needed, which is larger than the available KV cache"
+    " memory (1.0 GiB)."
+)
+KV = (
+    "ValueError: Available memory on node 0 (8.1/21.21 GiB) on kv cache allocation is less than requested memory for kv"
+    " (37252.9 GiB)."
+)
+FREE = (
+    "ValueError: Free memory on device cuda:0 (9/80 GiB) on startup is less than desired GPU memory utilization (0.9,"
+    " 72 GiB)."
+)
 ALL = "Fix: lower gpu_memory_utilization, max_num_seqs, max_num_batched_tokens or max_model_len"
 CACHE = "Fix: lower max_model_len, max_num_batched_tokens or max_num_seqs, or raise gpu_memory_utilization"
 
@@ -29,7 +42,12 @@ CACHE = "Fix: lower max_model_len, max_num_batched_tokens or max_num_seqs, or ra
     [
         (CUDA, "the start", "out of memory, in the start of actor_infer: it died", ALL),
         (CUDA, "sampling", "out of memory, in sampling of actor_infer: it died", ALL),
-        (KV, "the start", "out of memory, in the start of actor_infer: it died", "Fix: lower kv_cache_memory_bytes or max_num_seqs"),
+        (
+            KV,
+            "the start",
+            "out of memory, in the start of actor_infer: it died",
+            "Fix: lower kv_cache_memory_bytes or max_num_seqs",
+        ),
         (FREE, "the start", "out of memory, in the start of actor_infer: it died", ALL),
         (
             CUDA,
@@ -37,7 +55,12 @@ CACHE = "Fix: lower max_model_len, max_num_batched_tokens or max_num_seqs, or ra
             "out of memory, in the weight update of actor_infer",
             "lower gpu_memory_utilization or model_update_buffer",
         ),
-        (CUDA, "the wake-up", "out of memory, in the wake-up of actor_infer", "lower gpu_memory_utilization, or give it devices of its own"),
+        (
+            CUDA,
+            "the wake-up",
+            "out of memory, in the wake-up of actor_infer",
+            "lower gpu_memory_utilization, or give it devices of its own",
+        ),
         (BLOCKS, "the start", "no memory left for the cache, in the start of actor_infer: it died", CACHE),
         (TOO_LONG, "the start", "no memory left for the cache, in the start of actor_infer: it died", CACHE),
     ],
@@ -48,14 +71,19 @@ def test_words_about_memory_become_one_line(said: str, when: str, begins: str, f
 
 
 def test_other_words_change_nothing() -> None:
-    assert MEMORY.explained("it died", "RuntimeError: an illegal memory access was encountered", "sampling") == "it died"
+    assert (
+        MEMORY.explained("it died", "RuntimeError: an illegal memory access was encountered", "sampling") == "it died"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "when"),
     [
         *((name, "sampling") for name in ("/inference/v1/generate", "/pause", "resume")),
-        *((name, "the weight update") for name in ("/update_weights", "/collective_rpc", "finish_update", "load_adapters")),
+        *(
+            (name, "the weight update")
+            for name in ("/update_weights", "/collective_rpc", "finish_update", "load_adapters")
+        ),
         *((name, "the wake-up") for name in ("wake", "/wake_up")),
     ],
 )
@@ -75,7 +103,9 @@ def served(log: Path | None) -> ServedEngine:
 def test_a_servers_log_tells_why_its_engine_died(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(
-        f"INFO up\n{CUDA}\nraise RuntimeError(\nRuntimeError: Engine core initialization failed. See root cause above.\n", encoding="utf-8"
+        f"INFO up\n{CUDA}\nraise RuntimeError(\nRuntimeError: Engine core initialization failed. See root cause"
+        " above.\n",
+        encoding="utf-8",
     )
     engine = served(log)
     told = engine._gone("the vLLM server answered /update_weights with 500. Its engine died", "/update_weights")
@@ -89,14 +119,18 @@ def test_a_servers_log_tells_why_its_engine_died(tmp_path: Path) -> None:
 def test_the_reason_of_an_error_that_stands_on_its_second_line_is_reported(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(
-        "Traceback (most recent call last):\npydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
-        "  Value error, Model architectures ['X'] failed to be inspected. [type=value_error]\n    For further information visit …\n",
+        "Traceback (most recent call last):\npydantic_core._pydantic_core.ValidationError: 1 validation error for"
+        " ModelConfig\n  Value error, Model architectures ['X'] failed to be inspected. [type=value_error]\n    For"
+        " further information visit …\n",
         encoding="utf-8",
     )
     engine = served(log)
     assert engine._process is not None
     told = engine._process.tail()
-    assert told.endswith("1 validation error for ModelConfig Value error, Model architectures ['X'] failed to be inspected. [type=value_error]")
+    assert told.endswith(
+        "1 validation error for ModelConfig Value error, Model architectures ['X'] failed to be inspected."
+        " [type=value_error]"
+    )
 
 
 class Dead:
@@ -126,7 +160,8 @@ def test_an_engine_of_this_process_tells_what_it_knows(errored: bool, cause: Exc
         assert told == f"out of memory, in sampling of actor_infer: {what}. {ALL}"
     elif errored:
         assert told.startswith(
-            f"{what}, in sampling of actor_infer. Its own messages above say why. Fix: after an out-of-memory lower gpu_memory_util"
+            f"{what}, in sampling of actor_infer. Its own messages above say why. Fix: after an out-of-memory lower"
+            " gpu_memory_util"
         )
     else:
         assert told == what

@@ -1,4 +1,5 @@
-"""Several processes hold the model: log-probs stay those of one plain forward pass, before and after an update; and weights are rounded once."""
+"""Several processes hold the model: log-probs stay those of one plain forward pass, before and after an update; and
+weights are rounded once."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from turnwise.contracts.train import Lora
 pytestmark = [
     pytest.mark.matrix,
     pytest.mark.timeout(400),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"
+    ),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 CLOSE, FAR = 1e-4, 1e-2
@@ -47,7 +50,9 @@ def test_every_process_serves_the_folder_and_then_the_update(make_lab: Callable[
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_every_process_takes_adapters_alone(make_lab: Callable[..., Any], adapted: Callable[..., Any], sizes: str) -> None:
+def test_every_process_takes_adapters_alone(
+    make_lab: Callable[..., Any], adapted: Callable[..., Any], sizes: str
+) -> None:
     from turnwise_torch.models import load_causal_lm
 
     lab = make_lab({"load_format": "auto", **SIZES[sizes]}, lora=Lora(4, 6, sync="adapter"))
@@ -70,7 +75,10 @@ def test_float32_weights_are_rounded_once_to_the_samplers_dtype(make_lab: Callab
         whole = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         rounded = {name: tensor.to(torch.bfloat16) for name, tensor in whole.items()}
         # The 16 upper bits alone: what rounding to nearest is not.
-        cut = {name: (tensor.contiguous().view(torch.int32) >> 16 << 16).view(torch.float32) for name, tensor in whole.items()}
+        cut = {
+            name: (tensor.contiguous().view(torch.int32) >> 16 << 16).view(torch.float32)
+            for name, tensor in whole.items()
+        }
         told = []
         for tensors in (whole, rounded, cut):
             lab.runner.run(lab.send(tensors.items()))
@@ -78,6 +86,8 @@ def test_float32_weights_are_rounded_once_to_the_samplers_dtype(make_lab: Callab
         for mine, same in zip(told[0], told[1], strict=True):
             assert mine.ids.tolist() == same.ids.tolist()
             assert np.array_equal(mine.logprobs, same.logprobs)
-        assert any(not np.array_equal(mine.logprobs, other.logprobs) for mine, other in zip(told[0], told[2], strict=True))
+        assert any(
+            not np.array_equal(mine.logprobs, other.logprobs) for mine, other in zip(told[0], told[2], strict=True)
+        )
     finally:
         lab.close()

@@ -1,4 +1,5 @@
-"""The real engine as a server: the conformance kit over an attached one, the same log-probs and updates over HTTP, errors that name the cause."""
+"""The real engine as a server: the conformance kit over an attached one, the same log-probs and updates over HTTP,
+errors that name the cause."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=MISSING),
     pytest.mark.timeout(240),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"
+    ),
 ]
 
 
@@ -62,8 +65,21 @@ def test_who_lacks_the_servers_key_gets_nothing_from_it(key: str | None) -> None
 
     async def scene() -> list[int]:
         client = Client(server.url, 30.0, key)
-        calls = [("POST", path) for path in ("/inference/v1/generate", "/v1/completions", "/collective_rpc", "/update_weights", "/pause", "/sleep")]
-        statuses = [(await client.send(method, path, {})).status_code for method, path in [*calls, ("GET", "/server_info"), ("GET", "/metrics")]]
+        calls = [
+            ("POST", path)
+            for path in (
+                "/inference/v1/generate",
+                "/v1/completions",
+                "/collective_rpc",
+                "/update_weights",
+                "/pause",
+                "/sleep",
+            )
+        ]
+        statuses = [
+            (await client.send(method, path, {})).status_code
+            for method, path in [*calls, ("GET", "/server_info"), ("GET", "/metrics")]
+        ]
         assert await client.healthy()
         await client.close()
         return statuses
@@ -71,7 +87,9 @@ def test_who_lacks_the_servers_key_gets_nothing_from_it(key: str | None) -> None
     assert set(asyncio.run(scene())) == {401}
 
 
-def test_weights_stream_into_the_server_and_cached_prompts_are_read_again(runner: asyncio.Runner, attached: Any) -> None:
+def test_weights_stream_into_the_server_and_cached_prompts_are_read_again(
+    runner: asyncio.Runner, attached: Any
+) -> None:
     import threading
 
     import numpy as np
@@ -107,7 +125,9 @@ def test_weights_stream_into_the_server_and_cached_prompts_are_read_again(runner
     np.testing.assert_allclose(after.logprobs, expected, atol=1e-4, rtol=0)
 
 
-def test_an_update_that_fails_is_told_and_a_whole_one_repairs(runner: asyncio.Runner, attached: Any, tmp_path: Path) -> None:
+def test_an_update_that_fails_is_told_and_a_whole_one_repairs(
+    runner: asyncio.Runner, attached: Any, tmp_path: Path
+) -> None:
     from turnwise_vllm.fixtures import backend_fixture
 
     supplied = backend_fixture()
@@ -119,18 +139,26 @@ def test_an_update_that_fails_is_told_and_a_whole_one_repairs(runner: asyncio.Ru
     assert set(runner.run(attached.generate(supplied["request"](0))).versions.tolist()) == {8}
 
 
-def test_a_server_that_does_not_fit_the_run_is_told_with_the_options_it_needs(runner: asyncio.Runner, attached: Any) -> None:
+def test_a_server_that_does_not_fit_the_run_is_told_with_the_options_it_needs(
+    runner: asyncio.Runner, attached: Any
+) -> None:
     from turnwise_vllm.backend import VllmBackend
 
     config = evolve(attached._config, logprobs_mode="raw_logprobs")
     backend = VllmBackend(config, evolve(attached._context, sequence_length=4096))
-    with pytest.raises(ConfigError, match=r"does not fit this run.*--logprobs-mode raw_logprobs .*--max-model-len 4096"):
+    with pytest.raises(
+        ConfigError, match=r"does not fit this run.*--logprobs-mode raw_logprobs .*--max-model-len 4096"
+    ):
         runner.run(backend.pause())
     runner.run(backend.close())
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"), [({"updates": False}, "no weights will be sent"), ({"lora": Lora(4, 8, None, "adapter")}, "only adapters will be sent")]
+    ("changes", "why"),
+    [
+        ({"updates": False}, "no weights will be sent"),
+        ({"lora": Lora(4, 8, None, "adapter")}, "only adapters will be sent"),
+    ],
 )
 def test_a_server_of_another_model_is_refused_where_no_whole_weights_come(
     runner: asyncio.Runner, attached: Any, tmp_path: Path, changes: dict[str, Any], why: str
@@ -168,7 +196,9 @@ def test_a_server_of_other_sizes_is_told_with_both(runner: asyncio.Runner, attac
     runner.run(backend.close())
 
 
-def test_a_connection_that_breaks_off_fails_its_request_alone(runner: asyncio.Runner, attached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_breaks_off_fails_its_request_alone(
+    runner: asyncio.Runner, attached: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from turnwise_serving.http import Gone
     from turnwise_vllm.fixtures import backend_fixture
 

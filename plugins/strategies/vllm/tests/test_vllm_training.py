@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 
 MISSING = "vllm is not installed (extra: turnwise-vllm[vllm] or [cpu])"
-pytestmark = [pytest.mark.engines, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=MISSING), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=MISSING),
+    pytest.mark.timeout(300),
+]
 
 PICTURES = """
 plugins: [turnwise.testing.plugin, turnwise-managers, turnwise-hf, turnwise-torch, turnwise-vllm, turnwise-grpo, turnwise-losses, turnwise-batching]
@@ -38,7 +42,9 @@ track_with: [jsonl]
 
 
 def test_a_run_on_pictures(tmp_path: Path, vision_options: dict[str, Any]) -> None:
-    (tmp_path / "run.yaml").write_text(PICTURES.format(options=json.dumps({"load_format": "dummy", **vision_options})), encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(
+        PICTURES.format(options=json.dumps({"load_format": "dummy", **vision_options})), encoding="utf-8"
+    )
     code = "from turnwise.cli.main import main; main()"
     command = [sys.executable, "-c", code, "train", "run.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path)
@@ -46,6 +52,8 @@ def test_a_run_on_pictures(tmp_path: Path, vision_options: dict[str, Any]) -> No
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(lines) == 2
     for line in lines:
-        assert line["correction/log_prob_diff/max"] < 1e-4  # sampler and trainer see the same pictures at the same positions
+        assert (
+            line["correction/log_prob_diff/max"] < 1e-4
+        )  # sampler and trainer see the same pictures at the same positions
         assert line["policy/grad_norm"] > 0
         assert line["rollout/env_failures"] == 0

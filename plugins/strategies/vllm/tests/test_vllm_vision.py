@@ -1,4 +1,5 @@
-"""Images: vLLM sees what the trainer sees, so log-probs are those of transformers' own forward, before and after a weight update."""
+"""Images: vLLM sees what the trainer sees, so log-probs are those of transformers' own forward, before and after a
+weight update."""
 
 from __future__ import annotations
 
@@ -21,10 +22,18 @@ pytestmark = [
     pytest.mark.engines,
     pytest.mark.timeout(300),
     pytest.mark.usefixtures("empty_cache"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"
+    ),
 ]
 CLOSE = 1e-4
-RECIPE = {"architecture": "qwen2_5_vl", "hidden_size": 64, "num_heads": 2, "initializer_range": 0.1, "max_position_embeddings": 512}
+RECIPE = {
+    "architecture": "qwen2_5_vl",
+    "hidden_size": 64,
+    "num_heads": 2,
+    "initializer_range": 0.1,
+    "max_position_embeddings": 512,
+}
 
 
 def picture(seed: int, height: int, width: int) -> np.ndarray:
@@ -41,10 +50,14 @@ class Seeing:
         from turnwise_vllm.backend import VllmBackend
         from turnwise_vllm.config import VllmConfig
 
-        source = HfModelSource(None, ModelSourceContext(cache=place, texts=lambda: [{"role": "user", "content": "Which way? Left Right"}]))
+        source = HfModelSource(
+            None, ModelSourceContext(cache=place, texts=lambda: [{"role": "user", "content": "Which way? Left Right"}])
+        )
         self.folder = source.prepare({"recipe": RECIPE})
         self.chat, self.vision = source.chat(self.folder), Vision(self.folder)
-        self.context = InferenceContext(self.folder, self.chat, dtype="fp32", sequence_length=256, weight_sync_timeout=60.0)
+        self.context = InferenceContext(
+            self.folder, self.chat, dtype="fp32", sequence_length=256, weight_sync_timeout=60.0
+        )
         self.backend = VllmBackend(VllmConfig(**options), self.context)
         self.model = load_causal_lm(self.folder, "fp32", "sdpa")
         self.runner = asyncio.Runner()
@@ -68,13 +81,20 @@ class Seeing:
         pixels = self.vision.pixels(request.images, torch.device("cpu"))
         given = {} if pixels is None else {"pixel_values": pixels.values, "image_grid_thw": pixels.grid}
         with torch.no_grad():
-            logits = self.model(input_ids=ids, mm_token_type_ids=(ids == self.vision.token).int(), use_cache=False, **given).logits[0]
+            logits = self.model(
+                input_ids=ids, mm_token_type_ids=(ids == self.vision.token).int(), use_cache=False, **given
+            ).logits[0]
         every = torch.log_softmax(logits / request.args.temperature, -1)[:-1].gather(-1, ids[0, 1:, None]).squeeze(-1)
         return float(np.abs(answer.logprobs - every[-len(answer.ids) :].numpy()).max())
 
     def check(self, version: int) -> None:
         # 64 × 96 and 40 × 50 pixels are resized: by another processor than the trainer's they would be other pixels.
-        shown = [(picture(0, 56, 84),), (), (picture(1, 28, 28), picture(2, 84, 56)), (picture(3, 64, 96), picture(4, 40, 50))]
+        shown = [
+            (picture(0, 56, 84),),
+            (),
+            (picture(1, 28, 28), picture(2, 84, 56)),
+            (picture(3, 64, 96), picture(4, 40, 50)),
+        ]
         requests = [self.request(seed, t, *images) for t in (0.7, 1.0) for seed, images in enumerate(shown * 2)]
         checked = []
         for request, answer in zip(requests, self.ask(requests), strict=True):
@@ -86,7 +106,9 @@ class Seeing:
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory, vision_options: dict[str, Any], empty_cache: None) -> Iterator[Seeing]:
+def seeing(
+    tmp_path_factory: pytest.TempPathFactory, vision_options: dict[str, Any], empty_cache: None
+) -> Iterator[Seeing]:
     """The server, started once."""
     seeing = Seeing(tmp_path_factory.mktemp("seeing"), vision_options)
     yield seeing
@@ -98,7 +120,9 @@ def test_log_probs_with_images_are_those_of_transformers(seeing: Seeing) -> None
     seeing.check(0)
 
 
-def test_an_update_reaches_the_vision_tower_and_cached_images_are_seen_anew(seeing: Seeing, stream: Callable[..., Any]) -> None:
+def test_an_update_reaches_the_vision_tower_and_cached_images_are_seen_anew(
+    seeing: Seeing, stream: Callable[..., Any]
+) -> None:
     import torch
 
     generator = torch.Generator().manual_seed(3)
@@ -132,6 +156,8 @@ def test_all_this_with_the_engine_in_the_runs_process(vision_options: dict[str, 
         pytest.skip("the tests above ran so")
     tests, path = Path(__file__), os.pathsep.join((*vision_options["python_path"], os.environ.get("PYTHONPATH", "")))
     command = [sys.executable, str(tests.with_name("vision_in_process.py")), str(tests)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=250, check=False
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert done.stdout.split()[0].strip(".") == "s", "one test alone is not run there: this one"

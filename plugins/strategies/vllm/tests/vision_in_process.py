@@ -1,5 +1,5 @@
-"""Runs test_vllm_vision.py with vLLM in this process, though torchvision does not fit torch here: its operators are declared before, and so in the
-processes that vLLM starts, which run this file anew."""
+"""Runs test_vllm_vision.py with vLLM in this process, though torchvision does not fit torch here: its operators are
+declared before, and so in the processes that vLLM starts, which run this file anew."""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""The field's keys: one rule for each that is translated, does not apply, or belongs to a feature that this version lacks."""
+"""The field's keys: one rule for each that is translated, does not apply, or belongs to a feature that this version
+lacks."""
 
 from __future__ import annotations
 
@@ -131,7 +132,10 @@ def _group_size(edit: Edit) -> None:
         return
     if type(batch) is int and edit.put(("train_env_manager", "num_env_groups"), batch):
         edit.data["rollout_batch_size"] = batch * n
-        edit.note(f"is group_size {n}; rollout_batch_size {batch} counted prompts: num_env_groups {batch}, rollout_batch_size {batch * n} here")
+        edit.note(
+            f"is group_size {n}; rollout_batch_size {batch} counted prompts: num_env_groups {batch}, rollout_batch_size"
+            f" {batch * n} here"
+        )
 
 
 def _lengths(edit: Edit) -> None:
@@ -145,10 +149,16 @@ def _lengths(edit: Edit) -> None:
         return
     edit.path, edit.value = ("prompt_length",), prompt
     if type(prompt) is not int or type(response) is not int:
-        edit.refuse("prompt_length needs response_length beside it, both whole numbers", "write sequence_length and max_new_tokens")
+        edit.refuse(
+            "prompt_length needs response_length beside it, both whole numbers",
+            "write sequence_length and max_new_tokens",
+        )
     elif edit.data.get("sequence_length", prompt + response) != prompt + response:
         total = f"prompt_length {prompt} + response_length {response} = {prompt + response}"
-        edit.refuse(f"{total}, but sequence_length is {edit.data['sequence_length']!r}", "keep sequence_length and max_new_tokens alone")
+        edit.refuse(
+            f"{total}, but sequence_length is {edit.data['sequence_length']!r}",
+            "keep sequence_length and max_new_tokens alone",
+        )
     elif edit.put(("sequence_length",), prompt + response):
         edit.note(f"prompt_length + response_length is sequence_length {prompt + response} here")
 
@@ -185,7 +195,9 @@ def _tracker_options(edit: Edit) -> None:
         return
     by_name = all(key in names and isinstance(value, dict) for key, value in edit.value.items())
     if not by_name and len(names) != 1:
-        edit.refuse(f"whose options these are is not clear among {', '.join(names)}", "track_with: [{use: NAME, option: value}]")
+        edit.refuse(
+            f"whose options these are is not clear among {', '.join(names)}", "track_with: [{use: NAME, option: value}]"
+        )
         return
     made: list[Any] = list(names)
     for name, options in edit.value.items() if by_name else [(names[0], edit.value)]:
@@ -193,7 +205,9 @@ def _tracker_options(edit: Edit) -> None:
         made[i] = {"use": name, **options}
         for option in options:
             edit.loose.add(("track_with", i, option))
-            edit.report.sources.moved["track_with", i, option] = (*edit.path, name, option) if by_name else (*edit.path, option)
+            edit.report.sources.moved["track_with", i, option] = (
+                (*edit.path, name, option) if by_name else (*edit.path, option)
+            )
     edit.data["track_with"] = made
     edit.note("holds the options of track_with here")
 
@@ -206,7 +220,9 @@ def _role_environment(edit: Edit) -> None:
         if isinstance(edit.value, dict) and isinstance(block, dict):
             own = block.get("system_envs") or {}
             block["system_envs"] = {**edit.value, **own}
-            edit.report.sources.moved.update({(role, "system_envs", key): (*edit.path, key) for key in edit.value if key not in own})
+            edit.report.sources.moved.update(
+                {(role, "system_envs", key): (*edit.path, key) for key in edit.value if key not in own}
+            )
     edit.note("is system_envs of every role here")
 
 
@@ -285,7 +301,11 @@ def _reserved(edit: Edit) -> None:
 
 def _generating(block: str) -> tuple[Rule, ...]:
     return (
-        Rule(f"{block}.num_beams", ignore(None, 1, fix="num_beams: 1"), "beams have no log-probs to train on; one beam is sampling"),
+        Rule(
+            f"{block}.num_beams",
+            ignore(None, 1, fix="num_beams: 1"),
+            "beams have no log-probs to train on; one beam is sampling",
+        ),
         Rule(f"{block}.num_return_sequences", _group_size, "the members of a group are the responses"),
         Rule(f"{block}.do_sample", _sampling, "the temperature alone says whether tokens are drawn"),
         Rule(f"{block}.top_k", _top_k, "0 switches it off"),

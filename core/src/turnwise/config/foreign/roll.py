@@ -1,4 +1,5 @@
-"""Keys that ROLL's files of 2026 brought: losses under a role, FSDP2's options, what its workers, runners and sandboxes read."""
+"""Keys that ROLL's files of 2026 brought: losses under a role, FSDP2's options, what its workers, runners and sandboxes
+read."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from turnwise.config.problems import at
 from turnwise.config.schema import Role, RunConfig
 from turnwise.errors import PluginError
 
-_KERNELS = "a patch of ROLL's own model code; memory is bounded by micro-batches, gradient checkpointing and logits_chunk here"
+_KERNELS = (
+    "a patch of ROLL's own model code; memory is bounded by micro-batches, gradient checkpointing and logits_chunk here"
+)
 _PLAIN = "log-probs are those of the plain distribution"
 _FOLDED = "layers, embeddings and master weights are sharded one way here; model_args.dtype is the compute type"
 
@@ -84,12 +87,18 @@ def _proxy(edit: Edit) -> None:
     if kind in (None, "policy"):
         edit.report.warn(edit.path, f"does not apply: {edit.why}")
     else:
-        edit.refuse(f"a proxy of type {kind!r} has no counterpart", "remove the key; $.custom_envs.TAG.samplers names further models")
+        edit.refuse(
+            f"a proxy of type {kind!r} has no counterpart",
+            "remove the key; $.custom_envs.TAG.samplers names further models",
+        )
 
 
 def _not_agentic(edit: Edit) -> None:
     edit.drop()
-    edit.refuse(f"{edit.path[-1]} belongs to another pipeline than the agentic one: {edit.why}", "custom_envs and val_env_manager")
+    edit.refuse(
+        f"{edit.path[-1]} belongs to another pipeline than the agentic one: {edit.why}",
+        "custom_envs and val_env_manager",
+    )
 
 
 def _per_role(key: str, *rule: object) -> tuple[Rule, ...]:

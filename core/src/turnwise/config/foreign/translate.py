@@ -48,7 +48,11 @@ class Edit:
             if not isinstance(block, dict):
                 return False  # of the wrong type: the conversion reports it
         if path[-1] in block and block[path[-1]] != value:
-            self.report.error(self.path, f"{self.value!r} here, and {block[path[-1]]!r} at {dotted(path)}: the same setting twice. Fix: keep one")
+            self.report.error(
+                self.path,
+                f"{self.value!r} here, and {block[path[-1]]!r} at {dotted(path)}: the same setting twice. Fix:"
+                " keep one",
+            )
             return False
         if path[-1] not in block:
             self.report.sources.moved[path] = self.report.sources.written(self.path)
@@ -69,7 +73,8 @@ Action = Callable[[Edit], None]
 
 @frozen
 class Rule:
-    """`key`: a dotted path; ROLE, MANAGER and TAG stand for any of theirs, `*` inside a part matches. `why`: for the message.
+    """`key`: a dotted path; ROLE, MANAGER and TAG stand for any of theirs, `*` inside a part matches. `why`: for the
+    message.
 
     `free`: a name that people also give to values of their own, which `${…}` reads; then it is left alone."""
 
@@ -124,7 +129,10 @@ def later(*off: Any, keep: bool = True, plans: bool = False) -> Action:
         # 0 == False in Python, so the kind has to agree too.
         if not any(edit.value == value and isinstance(edit.value, bool) == isinstance(value, bool) for value in off):
             shown = f", or set {edit.path[-1]}: {json.dumps(off[0])}" if off else ""
-            what, fix = f"{edit.path[-1]} = {edit.value!r}: {edit.why} is not supported by this version", f"remove the key{shown}"
+            what, fix = (
+                f"{edit.path[-1]} = {edit.value!r}: {edit.why} is not supported by this version",
+                f"remove the key{shown}",
+            )
             if plans:
                 edit.report.miss(edit.path, f"{what}. Fix: {fix}.", "`plan` does its arithmetic all the same")
                 return
@@ -158,8 +166,11 @@ def _same(key: str, part: str, path: Path) -> bool:
     return fnmatchcase(key, part)
 
 
-def apply(rules: tuple[Rule, ...], data: dict[str, Any], reads: set[str], registry: Registry, report: Report) -> set[Path]:
-    """Apply every rule, in order. Returns the options that a chosen implementation may lack (they came from elsewhere)."""
+def apply(
+    rules: tuple[Rule, ...], data: dict[str, Any], reads: set[str], registry: Registry, report: Report
+) -> set[Path]:
+    """Apply every rule, in order. Returns the options that a chosen implementation may lack (they came from
+    elsewhere)."""
     loose: set[Path] = set()
     for rule in rules:
         # `${…}` reads a value of the user's own under this name.

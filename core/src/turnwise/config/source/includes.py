@@ -1,4 +1,5 @@
-"""`defaults:` as Hydra writes it: files beside are merged under the file that names them; the rest are presets, or refused."""
+"""`defaults:` as Hydra writes it: files beside are merged under the file that names them; the rest are presets, or
+refused."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ PRESET_KINDS = ("train_strategy", "inference_backend")
 
 @define
 class Includes:
-    """The files that make up a configuration, lowest first, and the names that may still be presets (with their index)."""
+    """The files that make up a configuration, lowest first, and the names that may still be presets (with their
+    index)."""
 
     layers: list[YamlFile] = field(factory=list)
     presets: list[tuple[str, int]] = field(factory=list)
@@ -31,7 +33,8 @@ class _TooManyError(ConfigError):
 
 
 def read_layers(file: FilePath, name: str) -> Includes:
-    """Read `file` and, recursively, the files that its `defaults:` name. Raises ConfigError when the file itself cannot be read."""
+    """Read `file` and, recursively, the files that its `defaults:` name. Raises ConfigError when the file itself cannot
+    be read."""
     found = Includes()
     _read(file, name, found, ())
     return found
@@ -39,7 +42,9 @@ def read_layers(file: FilePath, name: str) -> Includes:
 
 def _read(file: FilePath, name: str, found: Includes, above: tuple[FilePath, ...]) -> None:
     found.files += 1
-    if found.files > MOST_FILES:  # not collected with the other problems: the files that are still to come would add theirs
+    if (
+        found.files > MOST_FILES
+    ):  # not collected with the other problems: the files that are still to come would add theirs
         raise _TooManyError(f"{name}: defaults: reads more than {MOST_FILES} files. Fix: include each once")
     layer = read_yaml(file, name)
     entries = layer.data.pop("defaults", None)
@@ -57,7 +62,8 @@ def _include(entry: Any, index: int, where: str, file: FilePath, found: Includes
     if isinstance(entry, dict) and len(entry) == 1:
         group, option = next(iter(entry.items()))
         return (
-            f"{entry!r} selects from a group, which is not supported. Fix: name the file: `- {str(group).removeprefix('override ')}/{option}@_here_`"
+            f"{entry!r} selects from a group, which is not supported. Fix: name the file: `-"
+            f" {str(group).removeprefix('override ')}/{option}@_here_`"
         )
     if not isinstance(entry, str):
         return f"{entry!r} is not the name of a file. Fix: `- ../config/envs@_here_`, a YAML file relative to this one"
@@ -108,20 +114,29 @@ def _shown(where: str, target: str, path: FilePath) -> str:
 
 def presets(registry: Registry) -> dict[str, dict[str, Any]]:
     """The option sets by name that installed strategies ship."""
-    return {name: options for kind in PRESET_KINDS for entry in registry.entries(kind) for name, options in entry.implementation.presets.items()}
+    return {
+        name: options
+        for kind in PRESET_KINDS
+        for entry in registry.entries(kind)
+        for name, options in entry.implementation.presets.items()
+    }
 
 
 def check_presets(found: Includes, registry: Registry, report: Report) -> None:
-    """Names under `defaults:` that are no files must be presets: they need no line, so this is a note; anything else is an error."""
+    """Names under `defaults:` that are no files must be presets: they need no line, so this is a note; anything else is
+    an error."""
     known = presets(registry)
     for target, index in found.presets:
         name = FilePath(target).name
         path = ("defaults", index)
         if name in known:
-            report.note(path, f"{name!r} is a preset that an installed strategy ships; `${{{name}}}` works without this line")
+            report.note(
+                path, f"{name!r} is a preset that an installed strategy ships; `${{{name}}}` works without this line"
+            )
         else:
             report.error(
                 path,
-                f"{target!r} is neither a file beside this one nor a preset.{did_you_mean(name, known)} Installed presets: {listed(known)}. "
-                f"Fix: remove the line, put {name}.yaml beside this file, or install a strategy that ships the preset",
+                f"{target!r} is neither a file beside this one nor a preset.{did_you_mean(name, known)} Installed"
+                f" presets: {listed(known)}. Fix: remove the line, put {name}.yaml beside this file, or install a"
+                " strategy that ships the preset",
             )

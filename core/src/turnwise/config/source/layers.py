@@ -1,4 +1,5 @@
-"""Layers and overrides, merged by OmegaConf: one configuration from the files, remembering where everything was written."""
+"""Layers and overrides, merged by OmegaConf: one configuration from the files, remembering where everything was
+written."""
 
 from __future__ import annotations
 
@@ -68,7 +69,10 @@ def _over(config: DictConfig, created: DictConfig, layer: YamlFile, report: Repo
             return merged
         except (OmegaConfBaseException, TypeError, ValueError) as error:
             why = first_line(error)
-    report.plain(f"{layer.name}: cannot be merged with the files that it includes: {why}. Fix: give the keys one type in all of them")
+    report.plain(
+        f"{layer.name}: cannot be merged with the files that it includes: {why}. Fix: give the keys one type in all of"
+        " them"
+    )
     return config
 
 
@@ -112,7 +116,11 @@ def _create(data: dict[Any, Any], report: Report) -> DictConfig:
                 OmegaConf.create({"value": value})
             except (OmegaConfBaseException, RecursionError) as error:
                 why = "too many inside each other" if isinstance(error, RecursionError) else first_line(error)
-                report.unusable(path, f"{value!r} is not a well-formed interpolation: {why}. Fix: `${{key}}`; write `\\${{` for the text itself")
+                report.unusable(
+                    path,
+                    f"{value!r} is not a well-formed interpolation: {why}. Fix: `${{key}}`; write `\\${{` for the text"
+                    " itself",
+                )
                 return None
         return value
 
@@ -125,9 +133,14 @@ def _create(data: dict[Any, Any], report: Report) -> DictConfig:
 
 
 def _replaced(below: Any, over: Any, path: Path) -> Iterator[Path]:
-    """Where `over` takes the place of what is below, instead of being merged with it: another kind of value, or a choice of another name."""
+    """Where `over` takes the place of what is below, instead of being merged with it: another kind of value, or a
+    choice of another name."""
     if not isinstance(below, Mapping) or not isinstance(over, Mapping):
-        if isinstance(below, Mapping | list) and isinstance(over, Mapping | list) and isinstance(below, Mapping) != isinstance(over, Mapping):
+        if (
+            isinstance(below, Mapping | list)
+            and isinstance(over, Mapping | list)
+            and isinstance(below, Mapping) != isinstance(over, Mapping)
+        ):
             yield path
         return
     if path and (path[-1] in CHOICES or path[-1] == "strategy_args"):
@@ -154,7 +167,9 @@ def _override(config: DictConfig, override: str, report: Report) -> None:
     if override.startswith("~") or not match:
         report.sources.places[(override,)] = label
         report.error(
-            (override,), "an override is written key=value. Fix: for example actor_train.training_args.learning_rate=1e-6 (key=null to unset)"
+            (override,),
+            "an override is written key=value. Fix: for example actor_train.training_args.learning_rate=1e-6 (key=null"
+            " to unset)",
         )
         return
     keys = [part for part in re.split(r"[.\[\]]+", match[1].strip()) if part]
@@ -196,7 +211,8 @@ def _leaves(value: Any, path: Path) -> Iterator[Path]:
 
 
 def _blocked(config: DictConfig, path: Path) -> str:
-    """Why nothing can be put at `path`, or the empty string; a choice by name on the way becomes a mapping with `use:`."""
+    """Why nothing can be put at `path`, or the empty string; a choice by name on the way becomes a mapping with
+    `use:`."""
     if len(path) > DEEPEST:
         return f"more than {DEEPEST} blocks inside each other. Fix: write fewer"
     for cut in range(1, len(path)):

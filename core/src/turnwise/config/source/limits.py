@@ -1,4 +1,5 @@
-"""How much a configuration may hold. What is larger is a slip or an attack, and is refused before it takes memory or minutes."""
+"""How much a configuration may hold. What is larger is a slip or an attack, and is refused before it takes memory or
+minutes."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def refusal(value: Any) -> str:
         if "\0" in value:
             return "the text holds a NUL character, which neither a path nor a variable can. Fix: remove the \\0"
         if len(value) > LONGEST_TEXT:
-            return f"the text has {len(value)} characters, {LONGEST_TEXT} are the most. Fix: shorten it, or give the name of a file"
+            return (
+                f"the text has {len(value)} characters, {LONGEST_TEXT} are the most. Fix: shorten it, or give the name"
+                " of a file"
+            )
     if isinstance(value, int) and abs(value) >= LARGEST_NUMBER:
         return "the number has more than 300 digits. Fix: write a smaller one"
     return ""

@@ -34,7 +34,8 @@ class _TooMuchError(Exception):
 
 @define
 class Resolved:
-    """`data`: plain, every `${…}` replaced. `references`: path → the text with `${oc.env:…}` where a value came from the environment."""
+    """`data`: plain, every `${…}` replaced. `references`: path → the text with `${oc.env:…}` where a value came from
+    the environment."""
 
     data: dict[str, Any]
     references: dict[Path, str] = field(factory=dict)
@@ -45,7 +46,9 @@ def resolve(merged: Merged, report: Report) -> Resolved:
 
     Raises ConfigError at once where the result would be larger than a configuration may be."""
     if not OmegaConf.has_resolver("now"):
-        register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver  # the newer name, from 2.4 on
+        register = (
+            getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+        )  # the newer name, from 2.4 on
         register("now", _now, use_cache=True)
     # OmegaConf resolves at every access anew, so values that name each other would take exponential time; `plain` keeps
     # each result.
@@ -103,12 +106,15 @@ class _Resolution:
         return Resolved({str(key): value for key, value in self.plain.items()}, self.references)
 
     def _settle(self, path: Path) -> None:
-        """Resolve the text at `path` after everything that it names, and write the value in its place: nothing is resolved twice."""
+        """Resolve the text at `path` after everything that it names, and write the value in its place: nothing is
+        resolved twice."""
         if path not in self.waiting or path in self.busy:
             return  # a circle: OmegaConf says so when it comes to it
         raw = self.waiting[path]
         if len(self.busy) >= _CHAIN:
-            raise _TooMuchError(f"{raw!r:.80}: more than {_CHAIN} interpolations name one another in a row. Fix: name the value itself")
+            raise _TooMuchError(
+                f"{raw!r:.80}: more than {_CHAIN} interpolations name one another in a row. Fix: name the value itself"
+            )
         self.busy.append(path)
         named, copied = self._named(raw, path)
         self.busy.pop()
@@ -130,7 +136,9 @@ class _Resolution:
     def _write(self, path: Path, value: Any) -> None:
         if isinstance(value, dict | list) and len(path) + _depth(value) > DEEPEST:
             raise _TooMuchError(f"more than {DEEPEST} blocks inside each other, copied by `${{…}}`. Fix: copy fewer")
-        if not isinstance(value, dict | list):  # a block is copied from `plain`, and OmegaConf takes a millisecond for each of its values
+        if not isinstance(
+            value, dict | list
+        ):  # a block is copied from `plain`, and OmegaConf takes a millisecond for each of its values
             self._holder(self.config, path)[path[-1]] = escaped(value)
         self._holder(self.plain, path)[path[-1]] = value
 
@@ -140,7 +148,9 @@ class _Resolution:
         self.values += values
         self.characters += characters
         if self.values > MOST_VALUES or self.characters > LONGEST_TEXT:
-            what = f"{self.values} values and {self.characters} characters, {MOST_VALUES} and {LONGEST_TEXT} are the most"
+            what = (
+                f"{self.values} values and {self.characters} characters, {MOST_VALUES} and {LONGEST_TEXT} are the most"
+            )
             raise _TooMuchError(f"{raw!r:.80}: what `${{…}}` copies is too large: {what}. Fix: copy less")
 
     def _named(self, raw: str, path: Path) -> tuple[list[Path], Path | None]:
@@ -193,7 +203,9 @@ class _Resolution:
     def _copy_references(self, target: Path, path: Path, whole: bool) -> bool:
         """Note what a copied block holds of the environment; whether the target itself does."""
         if whole:
-            inside = {p: text for p, text in self.references.items() if len(p) > len(target) and p[: len(target)] == target}
+            inside = {
+                p: text for p, text in self.references.items() if len(p) > len(target) and p[: len(target)] == target
+            }
             self.references.update({path + p[len(target) :]: text for p, text in inside.items()})
         return target in self.references
 
@@ -202,17 +214,24 @@ class _Resolution:
         blamed = self._blamed(named)
         self.failed.add(path)
         if raw == "???":
-            self.report.unusable(path, f"'???' stands for a value that must be given. Fix: write it, or pass {'.'.join(map(str, path))}=…")
+            self.report.unusable(
+                path,
+                f"'???' stands for a value that must be given. Fix: write it, or pass {'.'.join(map(str, path))}=…",
+            )
         elif blamed:
             self.report.reported_elsewhere(path)
         else:
             missing = next((name for name in READS.findall(raw) if name not in self.plain), "")
             hint = did_you_mean(missing, map(str, self.plain)) if missing else ""
             why = "too many inside each other" if isinstance(error, RecursionError) else first_line(error)
-            self.report.unusable(path, f"{raw!r} cannot be resolved: {why}.{hint} Fix: define the key, or write the value")
+            self.report.unusable(
+                path, f"{raw!r} cannot be resolved: {why}.{hint} Fix: define the key, or write the value"
+            )
 
     def _circular(self, copied: Path, path: Path) -> bool:
-        return path[: len(copied)] == copied or any(p in self.waiting for p, _ in _texts(at(self.plain, copied), copied))
+        return path[: len(copied)] == copied or any(
+            p in self.waiting for p, _ in _texts(at(self.plain, copied), copied)
+        )
 
     def _blamed(self, named: list[Path]) -> bool:
         return any(p[: len(target)] == target for target in named for p in self.failed)
@@ -254,6 +273,7 @@ def escaped(value: Any) -> Any:
 
 
 def secrets(references: Mapping[Path, str]) -> dict[str, str]:
-    """The values of the environment that the references name, long enough to be distinguished from a word → how to name them."""
+    """The values of the environment that the references name, long enough to be distinguished from a word → how to name
+    them."""
     names = {name for text in references.values() for name in re.findall(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)", text)}
     return {os.environ[name]: f"${{oc.env:{name}}}" for name in sorted(names) if len(os.environ.get(name, "")) >= 8}

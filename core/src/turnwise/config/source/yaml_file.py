@@ -21,7 +21,8 @@ _FLOAT = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without the traps of version 1.1: `1e-6` and `0o17` are numbers; `1:30`, `010`, `=` and dates are text. And with bounds."""
+    """YAML without the traps of version 1.1: `1e-6` and `0o17` are numbers; `1:30`, `010`, `=` and dates are text. And
+    with bounds."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -57,7 +58,9 @@ class _Loader(yaml.SafeLoader):
                 self.merged += len(source.value)
                 if self.merged > MOST_MERGED:
                     raise _refused(f"`<<` brings more than {MOST_MERGED} keys. {_FEWER}", key)
-                brought.update({(k.tag, k.value) if isinstance(k, yaml.ScalarNode) else id(k): (k, v) for k, v in source.value})
+                brought.update(
+                    {(k.tag, k.value) if isinstance(k, yaml.ScalarNode) else id(k): (k, v) for k, v in source.value}
+                )
         node.value = [*brought.values(), *own]
         self.merging.discard(id(node))
 
@@ -74,7 +77,8 @@ _PLAIN = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
 _SCALARS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null")}
 _OWN = {"tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,2002:value"}
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OWN] for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OWN]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
@@ -93,14 +97,20 @@ class YamlFile:
 
 
 def read_yaml(file: FilePath, name: str) -> YamlFile:
-    """Parse `file`, called `name` in messages. Raises ConfigError when it cannot be read, is not YAML, or is not a mapping."""
+    """Parse `file`, called `name` in messages. Raises ConfigError when it cannot be read, is not YAML, or is not a
+    mapping."""
     try:
         if file.stat().st_size > LARGEST_FILE:
-            raise ConfigError(f"{name}: the file has more than {LARGEST_FILE} bytes, which no configuration needs. Fix: give the run's YAML file")
+            raise ConfigError(
+                f"{name}: the file has more than {LARGEST_FILE} bytes, which no configuration needs. Fix: give the"
+                " run's YAML file"
+            )
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         near = ", ".join(sorted(p.name for p in file.parent.glob("*.y*ml"))[:8]) if file.parent.is_dir() else ""
-        raise ConfigError(f"{name}: there is no such file.{f' Beside it: {near}.' if near else ''} Fix: correct the path") from None
+        raise ConfigError(
+            f"{name}: there is no such file.{f' Beside it: {near}.' if near else ''} Fix: correct the path"
+        ) from None
     except ConfigError:
         raise
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that holds a NUL
@@ -112,7 +122,10 @@ def read_yaml(file: FilePath, name: str) -> YamlFile:
     if found.problems:
         raise ConfigError(found.problems)
     if not isinstance(data, dict):
-        raise ConfigError(f"{name}: a mapping of keys is needed, not a {type(data).__name__} ({data!r:.60}). Fix: write `key: value` lines")
+        raise ConfigError(
+            f"{name}: a mapping of keys is needed, not a {type(data).__name__} ({data!r:.60}). Fix: write `key: value`"
+            " lines"
+        )
     found.data = data
     return found
 
@@ -180,7 +193,9 @@ def _build(loader: Any, node: Any, path: Path, found: YamlFile, around: tuple[in
         return [_build(loader, child, (*path, i), found, around) for i, child in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
         return _scalar(loader, node)
-    own = found.own_keys.setdefault(id(node), {id(key) for key, _ in node.value})  # before `<<` brings others, which may be written over
+    own = found.own_keys.setdefault(
+        id(node), {id(key) for key, _ in node.value}
+    )  # before `<<` brings others, which may be written over
     loader.flatten_mapping(node)
     result: dict[Hashable, Any] = {}
     lines: dict[Hashable, int] = {}
@@ -188,9 +203,13 @@ def _build(loader: Any, node: Any, path: Path, found: YamlFile, around: tuple[in
         key = _key(loader, key_node)
         here = key_node.start_mark.line + 1
         if id(key_node) in own:
-            twin = next((k for k in (key, str(key), _number(key)) if k in lines), None)  # 1 and '1' are one key of a configuration
+            twin = next(
+                (k for k in (key, str(key), _number(key)) if k in lines), None
+            )  # 1 and '1' are one key of a configuration
             if twin is not None:
-                found.problems.append(f"{found.name}:{here}: the key {key!r} stands here and in line {lines[twin]}. Fix: keep one")
+                found.problems.append(
+                    f"{found.name}:{here}: the key {key!r} stands here and in line {lines[twin]}. Fix: keep one"
+                )
                 continue
             lines[key] = here
         found.places[(*path, key)] = f"{found.name}:{here}"
@@ -204,14 +223,18 @@ def _refused(why: str, node: Any) -> yaml.constructor.ConstructorError:
 
 def _scalar(loader: Any, node: Any) -> Any:
     if node.tag not in _SCALARS:
-        raise _refused(f"the tag {node.tag!r} is not known: a value is text, a number, true, false or null. Fix: remove it", node)
+        raise _refused(
+            f"the tag {node.tag!r} is not known: a value is text, a number, true, false or null. Fix: remove it", node
+        )
     try:
         value = loader.construct_object(node, deep=True)
     except (ValueError, KeyError) as error:  # `!!int abc`, `!!bool abc`, a whole number of thousands of digits
         kind = node.tag.rpartition(":")[2]
         if kind == "int" and len(node.value) > 300:
             raise _refused(refusal(LARGEST_NUMBER), node) from error
-        raise _refused(f"{node.value!r:.60} cannot be read as {kind}. Fix: correct the value, or put it in quotes", node) from error
+        raise _refused(
+            f"{node.value!r:.60} cannot be read as {kind}. Fix: correct the value, or put it in quotes", node
+        ) from error
     if why := refusal(value):
         raise _refused(why, node)
     return value
@@ -226,4 +249,6 @@ def _key(loader: Any, node: Any) -> Hashable:
     if not isinstance(node, yaml.ScalarNode):
         raise _refused("a key must be text", node)
     value = _scalar(loader, node)
-    return value if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)) else str(node.value)
+    return (
+        value if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)) else str(node.value)
+    )

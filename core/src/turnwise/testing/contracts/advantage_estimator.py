@@ -1,4 +1,5 @@
-"""What every estimator keeps: advantages on sampled tokens alone, finite, and the same however groups are numbered and rows are cut."""
+"""What every estimator keeps: advantages on sampled tokens alone, finite, and the same however groups are numbered and
+rows are cut."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def test_shapes_and_types(implementation: Subject) -> None:
     assert estimator.normalization is None or isinstance(estimator.normalization, RewardNormalization)
     batch = prepared(implementation, trajectories())
     for name, values in zip(("advantages", "returns"), estimator.compute(batch)):
-        assert values.shape == (len(batch.tokens),), f"{name} have the shape {values.shape}; one value per token is {len(batch.tokens)}."
+        assert values.shape == (len(batch.tokens),), (
+            f"{name} have the shape {values.shape}; one value per token is {len(batch.tokens)}."
+        )
         assert values.dtype == np.float64, f"{name} are {values.dtype}; statistics are taken in float64."
         assert np.isfinite(values).all(), f"{name} hold NaN or infinity."
 
@@ -63,7 +66,10 @@ def test_nothing_stands_outside_the_mask(implementation: Subject) -> None:
         batch = prepared(implementation, trajectories(), cut)
         for name, values in zip(("advantages", "returns"), estimator.compute(batch)):
             leaked = values[~batch.tokens["response_mask"]]
-            assert not leaked.any(), f"{int((leaked != 0).sum())} tokens that were not sampled have {name}. Fix: multiply with the response mask."
+            assert not leaked.any(), (
+                f"{int((leaked != 0).sum())} tokens that were not sampled have {name}. Fix: multiply with the response"
+                " mask."
+            )
 
 
 def test_the_numbers_of_the_groups_do_not_matter(implementation: Subject) -> None:
@@ -75,14 +81,19 @@ def test_the_numbers_of_the_groups_do_not_matter(implementation: Subject) -> Non
         results.append([by_trajectory(batch, values) for values in estimator.compute(batch)])
     for name, first, second in zip(("advantages", "returns"), *results):
         for key, values in first.items():
-            np.testing.assert_allclose(second[key], values, rtol=1e-6, atol=1e-9, err_msg=f"{name} change when groups are renumbered.")
+            np.testing.assert_allclose(
+                second[key], values, rtol=1e-6, atol=1e-9, err_msg=f"{name} change when groups are renumbered."
+            )
 
 
 def test_the_rows_do_not_matter(implementation: Subject) -> None:
     estimator = build(implementation)
     whole, cut = (prepared(implementation, trajectories(), how) for how in (one_row, row_per_turn))
     for name, first, second in zip(("advantages", "returns"), estimator.compute(whole), estimator.compute(cut)):
-        message = f"{name} differ between one row per trajectory and one row per turn. Fix: recurse over batch.sampled, not over rows."
+        message = (
+            f"{name} differ between one row per trajectory and one row per turn. Fix: recurse over batch.sampled, not"
+            " over rows."
+        )
         np.testing.assert_allclose(second[cut.sampled], first[whole.sampled], rtol=1e-6, atol=1e-9, err_msg=message)
 
 

@@ -1,4 +1,5 @@
-"""What every batch-adjust policy keeps: it invents no row, is a function of its input, and `updates` says what `plan` does."""
+"""What every batch-adjust policy keeps: it invents no row, is a function of its input, and `updates` says what `plan`
+does."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def test_it_invents_nothing(implementation: Subject, unit: int, rows: int) -> No
 def test_updates_says_how_many_plan_makes(implementation: Subject, unit: int, rows: int) -> None:
     policy = implementation.build(AdjustContext(unit, TRAJECTORIES))
     planned = len(policy.plan(given(rows)))
-    assert policy.updates(rows) == planned, f"unit {unit}, {rows} rows: updates() says {policy.updates(rows)}, plan() made {planned}."
+    assert policy.updates(rows) == planned, (
+        f"unit {unit}, {rows} rows: updates() says {policy.updates(rows)}, plan() made {planned}."
+    )
 
 
 def test_it_is_deterministic_under_the_seed_alone(implementation: Subject) -> None:
@@ -47,7 +50,9 @@ def test_it_is_deterministic_under_the_seed_alone(implementation: Subject) -> No
         policy.plan(given(7, seed=9))
         plans.append([(update.rows, update.weights) for update in policy.plan(given(13, seed=5))])
     assert same(plans[0], plans[1]), "two plans of one input and seed differ."
-    assert not changed(before, global_random_state()), "the global random state was used. Fix: np.random.default_rng(rows.seed)."
+    assert not changed(before, global_random_state()), (
+        "the global random state was used. Fix: np.random.default_rng(rows.seed)."
+    )
 
 
 def test_no_rows_make_no_rows(implementation: Subject) -> None:

@@ -1,6 +1,8 @@
-"""What every manager keeps: sampled tokens travel untouched, limits hold, samples are sound, failures pass, episodes do not meet.
+"""What every manager keeps: sampled tokens travel untouched, limits hold, samples are sound, failures pass, episodes do
+not meet.
 
-A manager may call the model several times to a step of the environment, and give several trajectories of an episode, one for each role."""
+A manager may call the model several times to a step of the environment, and give several trajectories of an episode,
+one for each role."""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class PlainEnvironment:
         """Reset, checked."""
         return check_reset(self.environment.reset(seed=self.seed), "fake")
 
-    async def step(self, action: str, response: Response | None = None) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    async def step(
+        self, action: str, response: Response | None = None
+    ) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step, checked; what the environment raises is an EnvironmentFailure."""
         try:
             answer = check_step(self.environment.step(action), "fake")
@@ -68,9 +72,20 @@ class RecordingSampler:
         actions: tuple[str, ...] = (),
     ) -> Generation:
         """Sample one response."""
-        self.calls.append({"turn": turn, "ids": ids, "messages": messages, "images": images, "max_new_tokens": max_new_tokens, "actions": actions})
+        self.calls.append(
+            {
+                "turn": turn,
+                "ids": ids,
+                "messages": messages,
+                "images": images,
+                "max_new_tokens": max_new_tokens,
+                "actions": actions,
+            }
+        )
         prompt = np.zeros(1, np.int32) if ids is None else ids
-        answer = await self._backend.generate(Request(1000 * self.seed + turn, GeneratingArgs(), max_new_tokens, ids=prompt))
+        answer = await self._backend.generate(
+            Request(1000 * self.seed + turn, GeneratingArgs(), max_new_tokens, ids=prompt)
+        )
         if self.input == "messages":
             answer = Generation(answer.text, None, None, None, answer.finish)
         self.answers.append(answer)
@@ -83,17 +98,23 @@ def build(implementation: Subject) -> Any:
 
 def opponents(implementation: Subject, seed: int) -> dict[str, RecordingSampler]:
     """The further models that the author's fixture names under `samplers`."""
-    return {name: RecordingSampler(seed + 500 + k, "messages") for k, name in enumerate(implementation.supplied.get("samplers", ()))}
+    return {
+        name: RecordingSampler(seed + 500 + k, "messages")
+        for k, name in enumerate(implementation.supplied.get("samplers", ()))
+    }
 
 
-def episode(seed: int = 0, limits: Limits = LIMITS, chat: FakeChat | None = None, samplers: Any = None, **options: Any) -> Episode:
+def episode(
+    seed: int = 0, limits: Limits = LIMITS, chat: FakeChat | None = None, samplers: Any = None, **options: Any
+) -> Episode:
     environment: Any = PlainEnvironment(FakeEnvironment(**options), seed)
     return Episode(environment, chat or FakeChat(), limits, "fake", 2, seed, 1, seed, samplers or {})
 
 
 @define
 class Game:
-    """One episode as it was played: its trajectories, the run's own sampler, and the steps that the environment took."""
+    """One episode as it was played: its trajectories, the run's own sampler, and the steps that the environment
+    took."""
 
     trajectories: list[Trajectory]
     sampler: RecordingSampler
@@ -106,7 +127,10 @@ class Game:
         found = []
         for turn in [turn for trajectory in self.trajectories for turn in trajectory.turns]:
             same = [k for k, (call, answer) in enumerate(left) if _is_call(turn, call, answer)]
-            assert same, f"the turn {turn.text!r} is no call of the model: its prompt or its sampled ids were changed (decoded and encoded again?)."
+            assert same, (
+                f"the turn {turn.text!r} is no call of the model: its prompt or its sampled ids were changed (decoded"
+                " and encoded again?)."
+            )
             found.append((turn, *left.pop(same[0])))
         assert not left, f"{len(left)} calls of the model are in no trajectory."
         return found
@@ -115,10 +139,14 @@ class Game:
 def _is_call(turn: Turn, call: dict[str, Any], answer: Generation) -> bool:
     if call["ids"] is None or answer.ids is None:
         return turn.text == answer.text
-    return np.array_equal(turn.prompt_ids, call["ids"]) and np.array_equal(turn.response_ids[turn.response_mask], answer.ids)
+    return np.array_equal(turn.prompt_ids, call["ids"]) and np.array_equal(
+        turn.response_ids[turn.response_mask], answer.ids
+    )
 
 
-def play(implementation: Subject, manager: Any, runner: asyncio.Runner, seed: int = 0, input: str = "ids", **options: Any) -> Game:
+def play(
+    implementation: Subject, manager: Any, runner: asyncio.Runner, seed: int = 0, input: str = "ids", **options: Any
+) -> Game:
     sampler = RecordingSampler(seed, input)
     played = episode(seed, samplers=opponents(implementation, seed), **options)
     if input == "messages":
@@ -130,7 +158,9 @@ def play(implementation: Subject, manager: Any, runner: asyncio.Runner, seed: in
 def _listed(played: Trajectory | list[Trajectory]) -> list[Trajectory]:
     trajectories = [played] if isinstance(played, Trajectory) else played
     roles = [trajectory.role for trajectory in trajectories]
-    assert len(set(roles)) == len(roles) > 0, f"run returned trajectories of the roles {roles}; each needs one of its own."
+    assert len(set(roles)) == len(roles) > 0, (
+        f"run returned trajectories of the roles {roles}; each needs one of its own."
+    )
     return trajectories
 
 
@@ -138,13 +168,23 @@ def test_the_trajectories_tell_who_they_are_and_how_they_ended(implementation: S
     manager = build(implementation)
     game = play(implementation, manager, runner)
     for trajectory in game.trajectories:
-        assert (trajectory.tag, trajectory.group, trajectory.member, trajectory.attempt, trajectory.seed) == ("fake", 2, 0, 1, 0)
+        assert (trajectory.tag, trajectory.group, trajectory.member, trajectory.attempt, trajectory.seed) == (
+            "fake",
+            2,
+            0,
+            1,
+            0,
+        )
         assert trajectory.stop_reason == "terminated"
-        assert isinstance(trajectory.success, bool | np.bool_), "info['success'] of the last step did not reach the trajectory."
+        assert isinstance(trajectory.success, bool | np.bool_), (
+            "info['success'] of the last step did not reach the trajectory."
+        )
     assert len(game.steps) == TURNS
     roles = {trajectory.role for trajectory in game.trajectories}
     declared = implementation.capabilities(ManagerCapabilities).roles or ("",)
-    assert roles <= set(declared), f"roles {sorted(roles)}. Fix: ManagerCapabilities(roles=(…)), by which `turnwise plan` counts trajectories."
+    assert roles <= set(declared), (
+        f"roles {sorted(roles)}. Fix: ManagerCapabilities(roles=(…)), by which `turnwise plan` counts trajectories."
+    )
     longer = play(implementation, manager, runner, length=50)
     assert (len(longer.steps), {t.stop_reason for t in longer.trajectories}) == (TURNS, {"turns"})
     alone = len(game.trajectories) == 1 and not implementation.supplied.get("samplers")
@@ -158,7 +198,9 @@ def test_sampled_tokens_and_their_log_probs_travel_untouched(implementation: Sub
         mask = turn.response_mask
         assert turn.response_ids.shape == mask.shape == turn.versions.shape
         assert turn.logprobs is not None
-        np.testing.assert_array_equal(turn.response_ids[mask], answer.ids, "sampled ids were changed (decoded and encoded again?).")
+        np.testing.assert_array_equal(
+            turn.response_ids[mask], answer.ids, "sampled ids were changed (decoded and encoded again?)."
+        )
         np.testing.assert_array_equal(turn.logprobs[mask], answer.logprobs, "log-probs were changed.")
         np.testing.assert_array_equal(turn.prompt_ids, call["ids"], "prompt_ids are not what the model was given.")
         assert np.isfinite(turn.reward)
@@ -167,7 +209,9 @@ def test_sampled_tokens_and_their_log_probs_travel_untouched(implementation: Sub
 def test_calls_respect_every_limit(implementation: Subject, runner: asyncio.Runner) -> None:
     sampler = play(implementation, build(implementation), runner).sampler
     numbers = [call["turn"] for call in sampler.calls]
-    assert numbers == sorted(set(numbers)), f"calls are numbered {numbers}; a request's seed follows from its number, so each needs a new one."
+    assert numbers == sorted(set(numbers)), (
+        f"calls are numbered {numbers}; a request's seed follows from its number, so each needs a new one."
+    )
     for call in sampler.calls:
         assert 0 < call["max_new_tokens"] <= min(LIMITS.max_new_tokens, LIMITS.max_tokens_per_step)
         assert len(call["ids"]) + call["max_new_tokens"] <= LIMITS.sequence_length
@@ -180,8 +224,13 @@ def test_the_whole_response_reaches_the_environment(implementation: Subject, run
     known = [Response.of(answer) for _, _, answer in game.calls]
     spoken = implementation.supplied.get("samplers")
     for action, response, _ in game.steps:
-        assert response is not None, "step got no response. Fix: environment.step(action, Response.of(generation)), for rewards of form and length."
-        assert response in known or spoken, f"step got the response {response}, which the model did not give for {action!r}."
+        assert response is not None, (
+            "step got no response. Fix: environment.step(action, Response.of(generation)), for rewards of form and"
+            " length."
+        )
+        assert response in known or spoken, (
+            f"step got the response {response}, which the model did not give for {action!r}."
+        )
 
 
 def test_samples_hold_every_sampled_token_once(implementation: Subject, runner: asyncio.Runner) -> None:
@@ -196,13 +245,17 @@ def test_samples_hold_every_sampled_token_once(implementation: Subject, runner: 
             assert row.response_mask.shape == row.turn.shape == row.versions.shape == (length,)
             assert row.logprobs is not None
             assert row.logprobs.shape == (length,)
-            assert not row.response_mask[0], "the first token of a row is marked as sampled; a token needs one before it."
+            assert not row.response_mask[0], (
+                "the first token of a row is marked as sampled; a token needs one before it."
+            )
             assert (row.turn[~row.response_mask] == -1).all(), "turn must be −1 where nothing was sampled."
             assert (row.versions[row.response_mask] >= 0).all(), "a sampled token has no policy version."
             for turn, token in zip(row.turn[row.response_mask], row.input_ids[row.response_mask]):
                 seen.setdefault(int(turn), []).append(int(token))
         expected = {k: turn.response_ids[turn.response_mask].tolist() for k, turn in enumerate(trajectory.turns)}
-        assert seen == {k: ids for k, ids in expected.items() if ids}, "the rows hold other sampled tokens than the turns."
+        assert seen == {k: ids for k, ids in expected.items() if ids}, (
+            "the rows hold other sampled tokens than the turns."
+        )
 
 
 def test_the_rows_are_as_many_as_the_manager_declares(implementation: Subject, runner: asyncio.Runner) -> None:
@@ -212,8 +265,8 @@ def test_the_rows_are_as_many_as_the_manager_declares(implementation: Subject, r
     for trajectory in play(implementation, manager, runner).trajectories:
         rows = len(manager.samples(trajectory))
         assert rows <= most, (
-            f"{rows} rows of a trajectory of {TURNS} turns, {most} declared. Fix: ManagerCapabilities(row_per_turn=True), and calls_per_step, by "
-            "which `turnwise plan` counts rows."
+            f"{rows} rows of a trajectory of {TURNS} turns, {most} declared. Fix:"
+            " ManagerCapabilities(row_per_turn=True), and calls_per_step, by which `turnwise plan` counts rows."
         )
 
 
@@ -240,12 +293,17 @@ def test_episodes_do_not_meet(implementation: Subject, runner: asyncio.Runner) -
 
     async def together() -> list[Any]:
         return await asyncio.gather(
-            *[manager.run(episode(seed, samplers=opponents(implementation, seed)), RecordingSampler(seed)) for seed in range(3)]
+            *[
+                manager.run(episode(seed, samplers=opponents(implementation, seed)), RecordingSampler(seed))
+                for seed in range(3)
+            ]
         )
 
     for first, second in zip(alone, map(_listed, runner.run(together()))):
         for one, other in zip(first, second, strict=True):
-            assert [t.text for t in one.turns] == [t.text for t in other.turns], "an episode changes when others play at the same time."
+            assert [t.text for t in one.turns] == [t.text for t in other.turns], (
+                "an episode changes when others play at the same time."
+            )
             for row, same in zip(manager.samples(one), manager.samples(other), strict=True):
                 np.testing.assert_array_equal(row.input_ids, same.input_ids)
 
@@ -253,7 +311,9 @@ def test_episodes_do_not_meet(implementation: Subject, runner: asyncio.Runner) -
 def test_images_are_kept_once_and_named_by_index(implementation: Subject, runner: asyncio.Runner) -> None:
     manager = build(implementation)
     game = play(implementation, manager, runner, images=True)
-    assert any(call["images"] for call in game.sampler.calls), "the first observation's image did not reach the sampler."
+    assert any(call["images"] for call in game.sampler.calls), (
+        "the first observation's image did not reach the sampler."
+    )
     for turn, call, _ in game.calls:
         assert len(turn.images) == len(call["images"])
     for trajectory in game.trajectories:

@@ -1,4 +1,5 @@
-"""What every environment keeps: it is a function of seed and actions, alone in its process, and returns what the contract names."""
+"""What every environment keeps: it is a function of seed and actions, alone in its process, and returns what the
+contract names."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ TEXTS = ("", "a", "b", "0", "1", "yes", "left", "<answer>1</answer>")
 
 @define
 class Hand:
-    """Plays one environment with random legal actions (its own, the author's, or a few texts) and writes down what it answered."""
+    """Plays one environment with random legal actions (its own, the author's, or a few texts) and writes down what it
+    answered."""
 
     environment: Any
     runner: asyncio.Runner
@@ -49,7 +51,9 @@ class Hand:
         options = {} if tasks is None else {"options": {"index": seed % tasks}}
         observation, self._info = check_reset(self.call(self.environment.reset(seed=seed, **options)), "environment")
         self.log, self.done = [observation, _reported(self._info)], False
-        self._draw = np.random.default_rng(0)  # the same choices for every seed: what differs comes from the environment
+        self._draw = np.random.default_rng(
+            0
+        )  # the same choices for every seed: what differs comes from the environment
 
     def step(self) -> None:
         legal = tuple(self._info.get("actions") or self.texts)
@@ -79,15 +83,21 @@ def hand(implementation: Subject, runner: asyncio.Runner) -> Hand:
 def test_same_seed_and_actions_give_the_same_trajectory(implementation: Subject, runner: asyncio.Runner) -> None:
     player = hand(implementation, runner)
     first = player.play(3)
-    assert same(first, player.play(3)), "a second episode of the same instance differs. Fix: reset must draw everything from its seed."
-    assert same(first, hand(implementation, runner).play(3)), "another instance differs. Fix: reset must draw everything from its seed."
+    assert same(first, player.play(3)), (
+        "a second episode of the same instance differs. Fix: reset must draw everything from its seed."
+    )
+    assert same(first, hand(implementation, runner).play(3)), (
+        "another instance differs. Fix: reset must draw everything from its seed."
+    )
 
 
 def test_other_seeds_differ_somewhere(implementation: Subject, runner: asyncio.Runner) -> None:
     player = hand(implementation, runner)
     logs = [player.play(seed) for seed in SEEDS]
     observations = [[part for part in log if not isinstance(part, dict)] for log in logs]
-    assert not all(same(observations[0], other) for other in observations[1:]), f"seeds 0 to {len(SEEDS) - 1} give one and the same episode."
+    assert not all(same(observations[0], other) for other in observations[1:]), (
+        f"seeds 0 to {len(SEEDS) - 1} give one and the same episode."
+    )
 
 
 def test_the_largest_seed_is_taken(implementation: Subject, runner: asyncio.Runner) -> None:
@@ -99,7 +109,10 @@ def test_the_process_global_random_state_is_left_untouched(implementation: Subje
     before = global_random_state()
     player.reset(0)
     moved = changed(before, global_random_state())
-    assert not moved, f"reset changed the global state of {', '.join(moved)}. Fix: draw from np.random.default_rng(seed) or random.Random(seed)."
+    assert not moved, (
+        f"reset changed the global state of {', '.join(moved)}. Fix: draw from np.random.default_rng(seed) or"
+        " random.Random(seed)."
+    )
     player.play(0)
     moved = changed(before, global_random_state())
     assert not moved, f"step changed the global state of {', '.join(moved)}. Fix: draw from a generator made in reset."
@@ -111,7 +124,9 @@ def test_the_process_global_random_state_has_no_influence(implementation: Subjec
         first = player.play(5)
     with global_seed(2):
         second = player.play(5)
-    assert same(first, second), "the episode depends on the global random state. Fix: draw from a generator made in reset."
+    assert same(first, second), (
+        "the episode depends on the global random state. Fix: draw from a generator made in reset."
+    )
 
 
 def test_two_instances_do_not_disturb_each_other(implementation: Subject, runner: asyncio.Runner) -> None:
@@ -123,7 +138,9 @@ def test_two_instances_do_not_disturb_each_other(implementation: Subject, runner
         for player in (one, other):
             if not player.done:
                 player.step()
-    assert same(alone, one.log), "an episode changes when another instance plays at the same time. Fix: keep no state in the class or module."
+    assert same(alone, one.log), (
+        "an episode changes when another instance plays at the same time. Fix: keep no state in the class or module."
+    )
 
 
 def test_it_plays_the_same_in_another_thread(implementation: Subject, runner: asyncio.Runner) -> None:
@@ -142,7 +159,9 @@ def test_it_pickles(implementation: Subject, runner: asyncio.Runner) -> None:
     environment = implementation.environment()
     copy = pickle.loads(pickle.dumps(environment))
     texts = tuple(implementation.supplied.get("actions", TEXTS))
-    assert same(Hand(environment, runner, texts).play(6), Hand(copy, runner, texts).play(6)), "the unpickled environment plays another episode."
+    assert same(Hand(environment, runner, texts).play(6), Hand(copy, runner, texts).play(6)), (
+        "the unpickled environment plays another episode."
+    )
 
 
 def test_values_are_finite_and_of_the_types_of_the_contract(implementation: Subject, runner: asyncio.Runner) -> None:
@@ -162,30 +181,45 @@ def test_info_holds_what_the_contract_names(implementation: Subject, runner: asy
     for info in infos:
         key = info.get("state_key")
         assert isinstance(key, Hashable | np.ndarray), f"info['state_key'] is {key!r}; it must be hashable or an array."
-        assert isinstance(info.get("success", False), bool | np.bool_), f"info['success'] is {info['success']!r}; it must be a bool."
+        assert isinstance(info.get("success", False), bool | np.bool_), (
+            f"info['success'] is {info['success']!r}; it must be a bool."
+        )
         metrics = info.get("metrics", {})
         assert all(isinstance(n, str) and math.isfinite(v) for n, v in metrics.items()), (
             f"info['metrics'] is {metrics!r}; it maps names to finite numbers."
         )
-        assert all(isinstance(a, str) for a in info.get("actions", ())), f"info['actions'] is {info['actions']!r}; it must hold texts."
+        assert all(isinstance(a, str) for a in info.get("actions", ())), (
+            f"info['actions'] is {info['actions']!r}; it must hold texts."
+        )
 
 
 def test_an_empty_action_is_answered(implementation: Subject, runner: asyncio.Runner) -> None:
     player = hand(implementation, runner)
     player.reset(0)
-    check_step(player.call(player.environment.step("")), "environment")  # '' is what the manager sends when it found no action
+    check_step(
+        player.call(player.environment.step("")), "environment"
+    )  # '' is what the manager sends when it found no action
 
 
-def test_an_environment_that_takes_the_response_plays_with_and_without_it(implementation: Subject, runner: asyncio.Runner) -> None:
+def test_an_environment_that_takes_the_response_plays_with_and_without_it(
+    implementation: Subject, runner: asyncio.Runner
+) -> None:
     player = hand(implementation, runner)
     if not takes_response(player.environment):
         return  # it reads the action alone
-    for whole in ({"response": None}, {"response": Response("<think>no</think>", "length", 4)}, {"response": Response("", "stop")}, {}):
+    for whole in (
+        {"response": None},
+        {"response": Response("<think>no</think>", "length", 4)},
+        {"response": Response("", "stop")},
+        {},
+    ):
         player.reset(0)
         try:
             answer = player.call(player.environment.step("", **whole))
         except (TypeError, AttributeError) as error:
-            raise AssertionError(f"step fails with {whole or 'no response'}: {error}. Fix: def step(self, action, response=None).") from error
+            raise AssertionError(
+                f"step fails with {whole or 'no response'}: {error}. Fix: def step(self, action, response=None)."
+            ) from error
         check_step(answer, "environment")
 
 
@@ -193,7 +227,9 @@ def check_images(log: list[Any]) -> None:
     for observation in (part for part in log if isinstance(part, list)):
         for part in observation:
             image = part.get("image")
-            assert image is None or is_image(image), f"an observation holds the image {image!r:.60}; it must be a uint8 array H×W×3."
+            assert image is None or is_image(image), (
+                f"an observation holds the image {image!r:.60}; it must be a uint8 array H×W×3."
+            )
 
 
 def is_image(value: Any) -> bool:
@@ -206,7 +242,9 @@ def test_it_renders(implementation: Subject, runner: asyncio.Runner) -> None:
         pytest.skip(f"{implementation!r} has no render()")
     player.reset(0)
     frame = player.call(player.environment.render())
-    assert isinstance(frame, str) or is_image(frame), f"render returned {frame!r:.60}; it must be a string or a uint8 array H×W×3."
+    assert isinstance(frame, str) or is_image(frame), (
+        f"render returned {frame!r:.60}; it must be a string or a uint8 array H×W×3."
+    )
 
 
 def test_it_closes_twice(implementation: Subject, runner: asyncio.Runner) -> None:

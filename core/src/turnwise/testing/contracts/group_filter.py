@@ -27,4 +27,6 @@ def test_it_is_deterministic_and_leaves_the_table_as_it_was(implementation: Subj
     first, second = (implementation.build(FilterContext(seed=3)).keep(table) for _ in range(2))
     assert same(first, second), "two filters of one seed differ on one table."
     assert same(before, dict(table.items())), "keep changed a column of the table in place."
-    assert not changed(state, global_random_state()), "the global random state was used. Fix: np.random.default_rng(context.seed)."
+    assert not changed(state, global_random_state()), (
+        "the global random state was used. Fix: np.random.default_rng(context.seed)."
+    )

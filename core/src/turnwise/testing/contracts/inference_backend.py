@@ -1,4 +1,5 @@
-"""What every backend keeps: log-probs as they are defined, one answer for one seed, versions, a life that can be paused and closed."""
+"""What every backend keeps: log-probs as they are defined, one answer for one seed, versions, a life that can be paused
+and closed."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def requests(implementation: Subject, backend: Any, seed: int = 0, temperature: 
         make = implementation.need("request")
         return [make(seed + k) for k in range(PROMPTS)]
     args = GeneratingArgs(max_new_tokens=NEW_TOKENS, temperature=temperature)
-    return [Request(seed + k, args, NEW_TOKENS, order=(0, 0, k, 0, 0), ids=ids) for k, ids in enumerate(prompts(implementation))]
+    return [
+        Request(seed + k, args, NEW_TOKENS, order=(0, 0, k, 0, 0), ids=ids)
+        for k, ids in enumerate(prompts(implementation))
+    ]
 
 
 async def answers(backend: Any, asked: Sequence[Request]) -> list[Generation]:
@@ -70,7 +74,9 @@ def test_answers_have_the_shape_of_the_contract(implementation: Subject, runner:
         assert 1 <= len(answer.ids) <= NEW_TOKENS
         assert answer.versions is not None
         assert answer.versions.shape == answer.ids.shape
-        assert answer.logprobs is None or (answer.logprobs.shape == answer.ids.shape and answer.logprobs.dtype == np.float32)
+        assert answer.logprobs is None or (
+            answer.logprobs.shape == answer.ids.shape and answer.logprobs.dtype == np.float32
+        )
     runner.run(backend.close())
 
 
@@ -78,7 +84,9 @@ def test_what_it_declares_is_what_it_does(implementation: Subject) -> None:
     backend, context = build(implementation), implementation.need("context")
     assert isinstance(implementation.capabilities(BackendCapabilities), BackendCapabilities)
     assert backend.input in ("ids", "messages")
-    assert all(isinstance(problem, Problem) for problem in implementation.entry.target().check(implementation.config, context))
+    assert all(
+        isinstance(problem, Problem) for problem in implementation.entry.target().check(implementation.config, context)
+    )
     for transport in implementation.transports(context):
         assert backend.receivers(transport) >= 1, f"nobody reads an offer of {transport!r}, which it says it takes."
 
@@ -97,7 +105,10 @@ def test_log_probs_are_those_of_the_reference(implementation: Subject, runner: a
             if answer.logprobs is None:
                 continue
             expected = reference(np.concatenate([request.ids, answer.ids]), used)[-len(answer.ids) :]
-            message = f"log-probs at temperature {temperature} are not of log_softmax(logits / {used}) over the whole vocabulary."
+            message = (
+                f"log-probs at temperature {temperature} are not of log_softmax(logits / {used}) over the whole"
+                " vocabulary."
+            )
             np.testing.assert_allclose(answer.logprobs, expected, atol=atol, rtol=0, err_msg=message)
     runner.run(backend.close())
 
@@ -113,7 +124,9 @@ def test_one_seed_gives_one_answer_alone_or_among_others(implementation: Subject
     assert together == again, "the same requests were answered otherwise the second time."
     assert together == alone, "an answer depends on the requests beside it."
     # Several seeds, as one may give the same short answers by chance.
-    others = [[a.text for a in ask(runner, backend, requests(implementation, backend, seed=100 * k))] for k in range(1, 5)]
+    others = [
+        [a.text for a in ask(runner, backend, requests(implementation, backend, seed=100 * k))] for k in range(1, 5)
+    ]
     assert any(other != together for other in others), "other seeds change nothing."
     runner.run(backend.close())
 
@@ -124,7 +137,9 @@ def test_a_weight_update_is_seen_in_the_versions(implementation: Subject, runner
         return  # a player has no weights
     offer = implementation.need("offer")
     for version in (1, 2):
-        assert runner.run(backend.receive(offer(version))) == version, "receive must return the version that now serves."
+        assert runner.run(backend.receive(offer(version))) == version, (
+            "receive must return the version that now serves."
+        )
         for answer in ask(runner, backend, requests(implementation, backend)):
             assert answer.versions is not None
             assert set(answer.versions.tolist()) == {version}

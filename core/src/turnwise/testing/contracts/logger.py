@@ -1,4 +1,5 @@
-"""What every logger keeps: it takes any number and any name, goes on after a resume, closes twice, and stays in its own files."""
+"""What every logger keeps: it takes any number and any name, goes on after a resume, closes twice, and stays in its own
+files."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def build(implementation: Subject, folder: Path) -> Any:
 
 def test_numbers_of_every_kind_and_new_names_are_logged(implementation: Subject, folder: Path) -> None:
     logger = build(implementation, folder)
-    logger.scalars(0, {"policy/loss": math.nan, "policy/kl": math.inf, "critic/score/mean": np.float32(0.5), "time/step": 1})  # type: ignore[dict-item]
+    logger.scalars(
+        0, {"policy/loss": math.nan, "policy/kl": math.inf, "critic/score/mean": np.float32(0.5), "time/step": 1}
+    )  # type: ignore[dict-item]
     logger.scalars(1, {"a name/that nobody/knows [é]": -math.inf})
     logger.scalars(2, {})
     logger.scalars(2, {"val/tag/success": 0.5})
@@ -91,5 +94,9 @@ def test_it_stays_in_its_own_files(implementation: Subject, folder: Path) -> Non
     logger.trajectories(0, "train", trajectories(groups=1))
     logger.resume(0)
     logger.close()
-    assert (folder / "other.txt").read_text(encoding="utf-8") == "of somebody else", "a file of somebody else was changed."
-    assert not list((folder.parent / "elsewhere").iterdir()), "something was written to the current folder. Fix: write below context.folder."
+    assert (folder / "other.txt").read_text(encoding="utf-8") == "of somebody else", (
+        "a file of somebody else was changed."
+    )
+    assert not list((folder.parent / "elsewhere").iterdir()), (
+        "something was written to the current folder. Fix: write below context.folder."
+    )

@@ -1,4 +1,5 @@
-"""What every model source keeps: a folder that can be prepared again, and a chat whose continuation equals the whole dialogue rendered."""
+"""What every model source keeps: a folder that can be prepared again, and a chat whose continuation equals the whole
+dialogue rendered."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def user(text: str) -> dict[str, Any]:
 
 def test_prepare_gives_a_model_folder_and_gives_it_again(implementation: Subject, tmp_path: Path) -> None:
     source, folder = prepared(implementation, tmp_path / "cache")
-    assert (folder / "config.json").is_file(), "the prepared folder has no config.json; it must be in Hugging Face layout."
+    assert (folder / "config.json").is_file(), (
+        "the prepared folder has no config.json; it must be in Hugging Face layout."
+    )
     assert source.check(implementation.need("pretrain")) == []
     _, again = prepared(implementation, tmp_path / "cache")
     assert (again / "config.json").read_bytes() == (folder / "config.json").read_bytes()
@@ -70,7 +73,9 @@ def test_text_that_continues_a_prompt_decodes_to_itself(implementation: Subject,
     for text in implementation.need("texts"):
         written = chat.continue_text(chat.render([user(text)]), text)
         assert chat.decode(written).strip() == text
-        assert chat.decode(np.append(written, np.int32(chat.stop_ids[0]))).strip() == text, "decode shows the end of the turn."
+        assert chat.decode(np.append(written, np.int32(chat.stop_ids[0]))).strip() == text, (
+            "decode shows the end of the turn."
+        )
 
 
 def test_special_tokens_are_no_text_wherever_they_were_sampled(implementation: Subject, tmp_path: Path) -> None:
@@ -81,7 +86,9 @@ def test_special_tokens_are_no_text_wherever_they_were_sampled(implementation: S
         for stop in chat.stop_ids:
             shown = chat.decode(np.array([stop], np.int32), special=True)
             middle = chat.decode(np.concatenate([written, [np.int32(stop)], written]))
-            assert not shown or shown not in middle, f"decode shows {shown!r} in the middle of a response; environments would read it."
+            assert not shown or shown not in middle, (
+                f"decode shows {shown!r} in the middle of a response; environments would read it."
+            )
         assert not chat.begins_image(written), f"begins_image takes {text!r} for an image."
 
 
@@ -94,4 +101,6 @@ def test_the_continuation_equals_the_whole_dialogue_rendered(implementation: Sub
         written = np.concatenate([prompt, chat.continue_text(prompt, text)])
         for finish, so_far in (("length", written), ("stop", np.append(written, np.int32(chat.stop_ids[0])))):
             continued = np.concatenate([so_far, chat.extend(so_far, finish, [user(text)])])
-            np.testing.assert_array_equal(continued, whole, f"after finish {finish!r} prompt + response + extend is not the rendered dialogue.")
+            np.testing.assert_array_equal(
+                continued, whole, f"after finish {finish!r} prompt + response + extend is not the rendered dialogue."
+            )

@@ -1,4 +1,5 @@
-"""What every policy loss keeps: one value per token, gradient through the new log-probs alone, no order, no infinity."""
+"""What every policy loss keeps: one value per token, gradient through the new log-probs alone, no order, no
+infinity."""
 
 from __future__ import annotations
 
@@ -64,24 +65,34 @@ def test_shape_and_metrics(implementation: Subject, torch: Any) -> None:
     columns = random_columns(torch)
     columns["log_probs"].requires_grad_()
     loss, metrics = policy_loss.loss(view(columns))
-    assert loss.shape == (sum(LENGTHS),), f"the loss has the shape {tuple(loss.shape)}; one value per token is ({sum(LENGTHS)},)."
+    assert loss.shape == (sum(LENGTHS),), (
+        f"the loss has the shape {tuple(loss.shape)}; one value per token is ({sum(LENGTHS)},)."
+    )
     assert torch.isfinite(loss).all()
     for name, values in metrics.items():
-        assert values.shape == loss.shape, f"metric {name!r} has the shape {tuple(values.shape)}; it must have one value per token."
+        assert values.shape == loss.shape, (
+            f"metric {name!r} has the shape {tuple(values.shape)}; it must have one value per token."
+        )
         assert not values.requires_grad, f"metric {name!r} carries a gradient. Fix: detach it."
 
 
 def test_gradient_flows_through_the_new_log_probs_alone(implementation: Subject, torch: Any) -> None:
     columns = random_columns(torch)
     before = {name: column.clone() for name, column in columns.items()}
-    tracked = {name: columns[name].requires_grad_() for name in ("log_probs", "entropy")}  # the rest is data in training
+    tracked = {
+        name: columns[name].requires_grad_() for name in ("log_probs", "entropy")
+    }  # the rest is data in training
     loss, _ = build(implementation).loss(view(columns))
     assert loss.requires_grad, "the loss carries no gradient. Fix: compute it from view.log_probs or view.log_ratio."
     through, beside = torch.autograd.grad(loss.sum(), list(tracked.values()), allow_unused=True)
     assert through is not None, "no gradient reaches the new log-probs."
     assert (through != 0).any(), "no gradient reaches the new log-probs."
-    assert beside is None or not beside.any(), "a gradient flows through the entropy. Fix: detach it; its bonus is the objective's own term."
-    assert all(torch.equal(before[name], column) for name, column in columns.items()), "loss changed a column of the view in place."
+    assert beside is None or not beside.any(), (
+        "a gradient flows through the entropy. Fix: detach it; its bonus is the objective's own term."
+    )
+    assert all(torch.equal(before[name], column) for name, column in columns.items()), (
+        "loss changed a column of the view in place."
+    )
 
 
 def test_the_order_of_the_samples_does_not_matter(implementation: Subject, torch: Any) -> None:
@@ -96,7 +107,10 @@ def test_the_order_of_the_samples_does_not_matter(implementation: Subject, torch
 
 
 def test_it_is_finite_at_extremes(implementation: Subject, torch: Any) -> None:
-    columns = {name: c.float() if c.is_floating_point() else c for name, c in random_columns(torch, EXTREME_LOG_PROB / 4, EXTREME_ADVANTAGE).items()}
+    columns = {
+        name: c.float() if c.is_floating_point() else c
+        for name, c in random_columns(torch, EXTREME_LOG_PROB / 4, EXTREME_ADVANTAGE).items()
+    }
     # Both ends of the clamp: a token that the new policy all but excludes, and one that the old one did.
     ends = torch.tensor([-EXTREME_LOG_PROB, -1e-6])
     columns["log_probs"][:2], columns["old_log_probs"][:2] = ends, ends.flip(0)
@@ -105,6 +119,10 @@ def test_it_is_finite_at_extremes(implementation: Subject, torch: Any) -> None:
     columns["log_probs"].requires_grad_()
     loss, metrics = build(implementation).loss(view(columns))
     (gradient,) = torch.autograd.grad(loss.sum(), columns["log_probs"])
-    assert torch.isfinite(loss).all(), "the loss is not finite at log-ratios of ±20. Fix: use view.log_ratio, which is clamped."
+    assert torch.isfinite(loss).all(), (
+        "the loss is not finite at log-ratios of ±20. Fix: use view.log_ratio, which is clamped."
+    )
     assert torch.isfinite(gradient).all(), "the gradient is not finite at log-ratios of ±20."
-    assert all(torch.isfinite(values.float()).all() for values in metrics.values()), "a metric is not finite at log-ratios of ±20."
+    assert all(torch.isfinite(values.float()).all() for values in metrics.values()), (
+        "a metric is not finite at log-ratios of ±20."
+    )

@@ -1,4 +1,5 @@
-"""What every runtime keeps: a placed role is whole and answers, its exceptions arrive, and everything closes. It is tested with the fake roles."""
+"""What every runtime keeps: a placed role is whole and answers, its exceptions arrive, and everything closes. It is
+tested with the fake roles."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def trainer(model: Path, trainable: bool = True) -> TrainPlan:
     return TrainPlan("actor_train", "fake_strategy", None, TrainContext(model, "actor_train", trainable=trainable))
 
 
-def test_a_placed_strategy_answers_as_the_strategy_itself(implementation: Subject, runner: asyncio.Runner, model: Path) -> None:
+def test_a_placed_strategy_answers_as_the_strategy_itself(
+    implementation: Subject, runner: asyncio.Runner, model: Path
+) -> None:
     runtime, plan, rows = build(implementation), trainer(model), training_rows()
     assert isinstance(implementation.capabilities(RuntimeCapabilities), RuntimeCapabilities)
     role = runner.run(runtime.train(plan))
@@ -51,7 +54,9 @@ def test_a_placed_strategy_answers_as_the_strategy_itself(implementation: Subjec
     runner.run(runtime.close())
 
 
-def test_a_placed_strategy_has_every_method_of_a_training_role(implementation: Subject, runner: asyncio.Runner, model: Path) -> None:
+def test_a_placed_strategy_has_every_method_of_a_training_role(
+    implementation: Subject, runner: asyncio.Runner, model: Path
+) -> None:
     runtime = build(implementation)
     role = runner.run(runtime.train(trainer(model)))
     declared = [name for name, member in vars(TrainRole).items() if inspect.iscoroutinefunction(member)]
@@ -60,7 +65,9 @@ def test_a_placed_strategy_has_every_method_of_a_training_role(implementation: S
     runner.run(runtime.close())
 
 
-def test_what_a_role_saved_is_there_again(implementation: Subject, runner: asyncio.Runner, model: Path, tmp_path: Path) -> None:
+def test_what_a_role_saved_is_there_again(
+    implementation: Subject, runner: asyncio.Runner, model: Path, tmp_path: Path
+) -> None:
     runtime, rows, folder = build(implementation), training_rows(), tmp_path / "saved"
     folder.mkdir()
     role = runner.run(runtime.train(trainer(model)))
@@ -106,7 +113,9 @@ def test_calls_of_two_roles_do_not_meet(implementation: Subject, runner: asyncio
     runner.run(runtime.close())
 
 
-def test_the_exception_of_a_role_arrives_where_it_was_called(implementation: Subject, runner: asyncio.Runner, model: Path, tmp_path: Path) -> None:
+def test_the_exception_of_a_role_arrives_where_it_was_called(
+    implementation: Subject, runner: asyncio.Runner, model: Path, tmp_path: Path
+) -> None:
     runtime = build(implementation)
     role = runner.run(runtime.train(trainer(model, trainable=False)))
     with pytest.raises(TrainerError, match="frozen"):
@@ -117,7 +126,9 @@ def test_the_exception_of_a_role_arrives_where_it_was_called(implementation: Sub
     runner.run(runtime.close())
 
 
-def test_a_role_that_cannot_be_built_is_reported_at_once(implementation: Subject, runner: asyncio.Runner, tmp_path: Path) -> None:
+def test_a_role_that_cannot_be_built_is_reported_at_once(
+    implementation: Subject, runner: asyncio.Runner, tmp_path: Path
+) -> None:
     runtime = build(implementation)
     with pytest.raises(CheckpointError):
         runner.run(runtime.train(trainer(tmp_path / "nothing")))

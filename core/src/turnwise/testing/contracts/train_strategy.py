@@ -1,4 +1,5 @@
-"""What every strategy keeps: log-probs as they are defined, updates that learn, the same state after save and load, weights on offer."""
+"""What every strategy keeps: log-probs as they are defined, updates that learn, the same state after save and load,
+weights on offer."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def test_log_probs_are_those_of_the_reference(implementation: Subject) -> None:
         ids, mask = given.input_ids[row], given.response_mask[row]
         expected.append(reference(ids, TEMPERATURE)[-(len(ids) - 1) :][mask[1:]])
     message = f"log-probs are not of log_softmax(logits / {TEMPERATURE}) over the whole vocabulary."
-    np.testing.assert_allclose(got, np.concatenate(expected), atol=implementation.supplied.get("atol", 1e-3), rtol=0, err_msg=message)
+    np.testing.assert_allclose(
+        got, np.concatenate(expected), atol=implementation.supplied.get("atol", 1e-3), rtol=0, err_msg=message
+    )
     strategy.close()
 
 
@@ -72,8 +75,13 @@ def test_an_update_that_is_not_finite_is_skipped(implementation: Subject) -> Non
     before = strategy.logprobs(given.rows)
     columns = {**given.rows.columns, "advantages": np.full(len(before), np.nan)}
     result = strategy.update(evolve(given, rows=evolve(given.rows, columns=columns)))
-    assert result.skipped, "an update of a loss that is not finite was not skipped. Fix: make no step, return UpdateResult(…, skipped=True)."
-    assert all(np.isfinite(pair).all() for pair in result.sums.values()), "a skipped update reports sums that are not finite. Fix: leave them out."
+    assert result.skipped, (
+        "an update of a loss that is not finite was not skipped. Fix: make no step, return UpdateResult(…,"
+        " skipped=True)."
+    )
+    assert all(np.isfinite(pair).all() for pair in result.sums.values()), (
+        "a skipped update reports sums that are not finite. Fix: leave them out."
+    )
     np.testing.assert_array_equal(strategy.logprobs(given.rows), before, "a skipped update moved the weights.")
     assert not strategy.update(given).skipped, "after a skipped update the next one was skipped, too."
     strategy.close()
@@ -83,7 +91,9 @@ def test_rate_zero_changes_nothing(implementation: Subject) -> None:
     strategy = build(implementation)
     before = strategy.logprobs(rows(implementation))
     strategy.update(update(implementation, lr=0.0))
-    np.testing.assert_array_equal(strategy.logprobs(rows(implementation)), before, "an update with learning rate 0 moved the weights.")
+    np.testing.assert_array_equal(
+        strategy.logprobs(rows(implementation)), before, "an update with learning rate 0 moved the weights."
+    )
     strategy.close()
 
 
@@ -112,7 +122,9 @@ def test_load_undoes_what_came_after_save(implementation: Subject, tmp_path: Pat
         loaded.load(tmp_path / "state")
         np.testing.assert_array_equal(loaded.logprobs(given), saved, "the weights after load are not those of save.")
         loaded.update(update(implementation))
-        np.testing.assert_array_equal(loaded.logprobs(given), further, "the update after load differs: the optimizer's state was not kept.")
+        np.testing.assert_array_equal(
+            loaded.logprobs(given), further, "the update after load differs: the optimizer's state was not kept."
+        )
         loaded.close()
 
 
@@ -143,9 +155,13 @@ def test_adapters_travel_alone_where_it_says_so(implementation: Subject) -> None
         offer = strategy.offer(transport, 7)
         assert offer.adapter is not None, f"the offer by {transport!r} does not say that it brings adapters alone."
         assert (offer.adapter["r"], offer.adapter["lora_alpha"]) == (2, 4)
-        assert json.loads(json.dumps(offer.adapter)) == offer.adapter, "adapter_config.json could not hold the offer's configuration."
+        assert json.loads(json.dumps(offer.adapter)) == offer.adapter, (
+            "adapter_config.json could not hold the offer's configuration."
+        )
         if transport == "safetensors":
-            assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in Path(offer.payload["folder"]).iterdir()}
+            assert {"adapter_config.json", "adapter_model.safetensors"} <= {
+                file.name for file in Path(offer.payload["folder"]).iterdir()
+            }
     strategy.close()
 
 
@@ -153,13 +169,17 @@ def test_export_writes_a_model_folder(implementation: Subject, tmp_path: Path) -
     strategy = build(implementation)
     (tmp_path / "export").mkdir()
     strategy.export(tmp_path / "export")
-    assert (tmp_path / "export" / "config.json").is_file(), "the export has no config.json; it must be a folder in Hugging Face layout."
+    assert (tmp_path / "export" / "config.json").is_file(), (
+        "the export has no config.json; it must be a folder in Hugging Face layout."
+    )
     strategy.close()
 
 
 def test_a_frozen_strategy_gives_the_same_log_probs(implementation: Subject) -> None:
     trained, frozen = build(implementation), build(implementation, trainable=False, role="reference", objective=None)
-    np.testing.assert_allclose(frozen.logprobs(rows(implementation)), trained.logprobs(rows(implementation)), atol=1e-5, rtol=0)
+    np.testing.assert_allclose(
+        frozen.logprobs(rows(implementation)), trained.logprobs(rows(implementation)), atol=1e-5, rtol=0
+    )
     trained.close()
     frozen.close()
 

@@ -8,7 +8,9 @@ def environments() -> list[Implementation]:
     """`frozen_lake` and the bridge `gymnasium`."""
     return [
         Implementation(
-            "frozen_lake", target="turnwise_gymnasium.frozen_lake:FrozenLake", summary="FrozenLake as text: random solvable maps, held out by content"
+            "frozen_lake",
+            target="turnwise_gymnasium.frozen_lake:FrozenLake",
+            summary="FrozenLake as text: random solvable maps, held out by content",
         ),
         Implementation(
             "gymnasium",

@@ -19,8 +19,9 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 class GymnasiumBridge:
     """The environment `gymnasium`; its options are described in the README.
 
-    An action that is none of `action_names` does not reach the environment: the observation stays and the reward is `invalid_penalty`.
-    Raises ConfigError (unknown id, actions that are not discrete, wrong names or placeholders) or MachineError (a package is missing).
+    An action that is none of `action_names` does not reach the environment: the observation stays and the reward is
+    `invalid_penalty`. Raises ConfigError (unknown id, actions that are not discrete, wrong names or placeholders) or
+    MachineError (a package is missing).
     """
 
     def __init__(
@@ -44,15 +45,21 @@ class GymnasiumBridge:
         self._template = template
         self._invalid_penalty = _finite("invalid_penalty", invalid_penalty, self._where)
         if self._invalid_penalty > 0:
-            raise ConfigError(f"invalid_penalty is {invalid_penalty!r}, {self._where}; it is added to the reward. Fix: a number of at most 0.")
-        self._success_reward = None if success_reward is None else _finite("success_reward", success_reward, self._where)
+            raise ConfigError(
+                f"invalid_penalty is {invalid_penalty!r}, {self._where}; it is added to the reward. Fix: a number of at"
+                " most 0."
+            )
+        self._success_reward = (
+            None if success_reward is None else _finite("success_reward", success_reward, self._where)
+        )
         self._env = _make(env_id, dict(env_kwargs or {}), self._where)
         space = self._env.action_space
         # Closed here, for nobody closes a bridge whose making failed.
         if not isinstance(space, gymnasium.spaces.Discrete):
             self._env.close()
             raise ConfigError(
-                f"the actions are {space}, {self._where}; the bridge plays Discrete actions only. Fix: choose another environment or wrap it."
+                f"the actions are {space}, {self._where}; the bridge plays Discrete actions only. Fix: choose another"
+                " environment or wrap it."
             )
         known = ["observation", "actions", *(_fields(self._env.observation_space))]
         for name in _PLACEHOLDER.findall(template):
@@ -78,7 +85,8 @@ class GymnasiumBridge:
     def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Play the action of this name, in any case, white space around it ignored.
 
-        Raises EnvironmentFailure before the first reset. After the end every step returns the final observation with reward 0.
+        Raises EnvironmentFailure before the first reset. After the end every step returns the final observation with
+        reward 0.
         """
         if not self._started:
             raise EnvironmentFailure(f"step was called before reset, {self._where}. Fix: call reset first.")
@@ -120,7 +128,8 @@ class GymnasiumBridge:
         return parts
 
     def render(self) -> Any:
-        """The environment's own picture or text if `env_kwargs` holds a `render_mode` that gives one, else the observation.
+        """The environment's own picture or text if `env_kwargs` holds a `render_mode` that gives one, else the
+        observation.
 
         Raises EnvironmentFailure before the first reset.
         """
@@ -143,7 +152,9 @@ def _make(env_id: str, env_kwargs: dict[str, Any], where: str) -> Any:
     except gymnasium.error.DependencyNotInstalled as error:
         raise MachineError(f"{where} needs a package that is missing here: {error}") from error
     except (gymnasium.error.Error, ImportError) as error:
-        raise ConfigError(f"{where} cannot be made: {error} Fix: env_id, or module:EnvId to import the module that registers it.") from error
+        raise ConfigError(
+            f"{where} cannot be made: {error} Fix: env_id, or module:EnvId to import the module that registers it."
+        ) from error
     except TypeError as error:
         raise ConfigError(f"{where} does not take env_kwargs {sorted(env_kwargs)}: {error}") from error
 
@@ -159,13 +170,20 @@ def _names(given: Sequence[str | int] | None, space: Any, where: str) -> tuple[s
     for name in given:
         if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip():
             raise ConfigError(
-                f"action_names holds {name!r}, {where}. Fix: text (YAML reads an unquoted yes, no, on, off as true or false: quote it)."
+                f"action_names holds {name!r}, {where}. Fix: text (YAML reads an unquoted yes, no, on, off as true or"
+                " false: quote it)."
             )
     names = tuple(str(name).strip() for name in given)
     if len(names) != space.n:
-        raise ConfigError(f"action_names has {len(names)} names, {where}, which has {space.n} actions. Fix: one name an action, in its order.")
+        raise ConfigError(
+            f"action_names has {len(names)} names, {where}, which has {space.n} actions. Fix: one name an action, in"
+            " its order."
+        )
     if len({name.lower() for name in names}) < len(names):
-        raise ConfigError(f"action_names {list(names)} are not all different, {where}; upper and lower case count as the same. Fix: rename them.")
+        raise ConfigError(
+            f"action_names {list(names)} are not all different, {where}; upper and lower case count as the same. Fix:"
+            " rename them."
+        )
     return names
 
 

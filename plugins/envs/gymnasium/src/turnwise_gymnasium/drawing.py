@@ -14,7 +14,8 @@ _RADIUS = np.hypot(_Y - (TILE - 1) / 2, _X - (TILE - 1) / 2)
 
 
 def draw_lake(level: Level, at: int) -> np.ndarray:
-    """uint8 [32·size, 32·size, 3]: holes are dark discs, the goal a green flag, the player a red disc (violet in a hole)."""
+    """uint8 [32·size, 32·size, 3]: holes are dark discs, the goal a green flag, the player a red disc (violet in a
+    hole)."""
     picture = np.empty((level.size * TILE, level.size * TILE, 3), np.uint8)
     for cell, letter in enumerate(level.cells):
         top, left = (TILE * part for part in divmod(cell, level.size))

@@ -1,4 +1,5 @@
-"""FrozenLake as text: the dynamics of Gymnasium's FrozenLakeEnv, on random solvable maps that are held out by content."""
+"""FrozenLake as text: the dynamics of Gymnasium's FrozenLakeEnv, on random solvable maps that are held out by
+content."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ _FIRST, _SECOND, _THIRD = (float(x) for x in np.cumsum([_SIDEWAYS, 1.0 / 3.0, _S
 class FrozenLake:
     """The environment `frozen_lake`; its options are described in the README.
 
-    Every step gives `step_penalty`, plus `goal_reward` on the goal, `hole_penalty` in a hole, or `invalid_penalty` for a text that is
-    no action. Same seed and actions give the same episode, slips included. Raises ConfigError for options that cannot be used.
+    Every step gives `step_penalty`, plus `goal_reward` on the goal, `hole_penalty` in a hole, or `invalid_penalty` for
+    a text that is no action. Same seed and actions give the same episode, slips included. Raises ConfigError for
+    options that cannot be used.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class FrozenLake:
     ) -> None:
         self._size = _integer("size", size, 2)
         if isinstance(p, bool) or not isinstance(p, int | float) or not 0 < p <= 1:
-            raise ConfigError(f"p is {p!r}, frozen_lake. Fix: the probability that a cell is ice, above 0 and at most 1.")
+            raise ConfigError(
+                f"p is {p!r}, frozen_lake. Fix: the probability that a cell is ice, above 0 and at most 1."
+            )
         self._p = float(p)
         self._slippery = _flag("is_slippery", is_slippery)
         self._map_seed = None if map_seed is None else _integer("map_seed", map_seed, 0)
@@ -70,7 +74,8 @@ class FrozenLake:
         self._over = False
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Start on the map of `seed` (of `map_seed` where one is set); without a seed, on a random one. `options` are not used."""
+        """Start on the map of `seed` (of `map_seed` where one is set); without a seed, on a random one. `options` are
+        not used."""
         seed = secrets.randbits(63) if seed is None else int(seed)
         map_seed = seed if self._map_seed is None else self._map_seed
         self._level = make_level(map_seed, self._size, self._p, self._random_start_goal, self._split)
@@ -82,9 +87,11 @@ class FrozenLake:
         return self._observe(self._level), {**self._state(self._level), "env_instruction": INSTRUCTION}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Walk one cell: an action's name in any case, white space around it ignored. Any other text leaves the player where it is.
+        """Walk one cell: an action's name in any case, white space around it ignored. Any other text leaves the player
+        where it is.
 
-        Raises EnvironmentFailure before the first reset. After the end every step returns the final observation with reward 0.
+        Raises EnvironmentFailure before the first reset. After the end every step returns the final observation with
+        reward 0.
         """
         level = self._level
         if level is None:
@@ -110,7 +117,8 @@ class FrozenLake:
         return self._goal_reward if letter == "G" else self._hole_penalty if letter == "H" else 0.0
 
     def _slip(self, direction: int) -> int:
-        """The direction that the ice makes of it, by the same draw and the same sums as Gymnasium's categorical sampling."""
+        """The direction that the ice makes of it, by the same draw and the same sums as Gymnasium's categorical
+        sampling."""
         assert self._rng is not None
         draw = self._rng.random()
         if _FIRST <= draw < _SECOND:
@@ -178,11 +186,15 @@ def _number(name: str, value: Any) -> float:
 def _penalty(name: str, value: Any) -> float:
     number = _number(name, value)
     if number > 0:
-        raise ConfigError(f"{name} is {value!r}, frozen_lake; it is added to the reward. Fix: a number of at most 0, as {-number}.")
+        raise ConfigError(
+            f"{name} is {value!r}, frozen_lake; it is added to the reward. Fix: a number of at most 0, as {-number}."
+        )
     return number
 
 
 def _choice(name: str, value: Any, known: tuple[str, ...]) -> str:
     if value not in known:
-        raise ConfigError(f"{name} is {value!r}, frozen_lake.{did_you_mean(str(value), known)} Fix: one of {', '.join(known)}.")
+        raise ConfigError(
+            f"{name} is {value!r}, frozen_lake.{did_you_mean(str(value), known)} Fix: one of {', '.join(known)}."
+        )
     return str(value)

@@ -1,7 +1,8 @@
-"""MiniGrid's observations (Chevalier-Boisvert et al. 2023, arXiv 2306.13831) as text: the mission, the facing, a map, and what is in view.
+"""MiniGrid's observations (Chevalier-Boisvert et al. 2023, arXiv 2306.13831) as text: the mission, the facing, a map,
+and what is in view.
 
-Read by their shape: a dictionary of a `mission` and an `image` of uint8 [columns, rows, 3] that holds object, colour and state of every cell.
-Nothing is imported, so BabyAI and whoever else writes this encoding is shown as well.
+Read by their shape: a dictionary of a `mission` and an `image` of uint8 [columns, rows, 3] that holds object, colour
+and state of every cell. Nothing is imported, so BabyAI and whoever else writes this encoding is shown as well.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ def is_grid(value: Any) -> bool:
     if not (isinstance(value, Mapping) and isinstance(value.get("mission"), str)):
         return False
     image = value.get("image")
-    if not (isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] == 3 and image.size and image.dtype.kind in "iu"):
+    if not (
+        isinstance(image, np.ndarray)
+        and image.ndim == 3
+        and image.shape[2] == 3
+        and image.size
+        and image.dtype.kind in "iu"
+    ):
         return False
     return bool((image.reshape(-1, 3).max(0) < (len(OBJECTS), len(COLOURS), len(ARROWS))).all() and image.min() >= 0)
 
@@ -46,8 +53,8 @@ def grid_text(value: Mapping[str, Any]) -> str:
 
 
 def map_text(image: np.ndarray) -> str:
-    """A map row by row, and the things in it. Without an agent among its cells it is the agent's own view: the agent stands at the middle of
-    the lowest row and looks up, and its cell holds what it carries."""
+    """A map row by row, and the things in it. Without an agent among its cells it is the agent's own view: the agent
+    stands at the middle of the lowest row and looks up, and its cell holds what it carries."""
     agents = np.argwhere(image[..., 0] == OBJECTS.index("agent"))
     rows = [[SYMBOLS[int(cell[0])] for cell in image[:, row]] for row in range(image.shape[1])]
     things, carried = list(_things(image)), ""

@@ -17,7 +17,8 @@ CACHED_LEVELS = 4096
 
 @frozen
 class Level:
-    """A map: `cells` holds size × size letters in reading order (S start, F ice, H hole, G goal); `start` and `goal` index them."""
+    """A map: `cells` holds size × size letters in reading order (S start, F ice, H hole, G goal); `start` and `goal`
+    index them."""
 
     cells: str
     size: int
@@ -31,7 +32,8 @@ class Level:
 
 
 def split_of(cells: str) -> str:
-    """The split that a map belongs to, by the SHA-256 of its letters: a fifth is `test`, a tenth `val`, the rest `train`."""
+    """The split that a map belongs to, by the SHA-256 of its letters: a fifth is `test`, a tenth `val`, the rest
+    `train`."""
     bucket = int.from_bytes(hashlib.sha256(cells.encode()).digest()[:8], "big") % 20
     return "test" if bucket < 4 else "val" if bucket < 6 else "train"
 
@@ -40,8 +42,9 @@ def split_of(cells: str) -> str:
 def make_level(seed: int, size: int, p: float, random_start_goal: bool, split: str) -> Level:
     """The level of `seed`: maps are drawn from the seed's own generator until one is solvable and belongs to `split`.
 
-    Every cell is ice with probability `p`, on its own. Start and goal are the corners, or two different random ice cells. The cache lets the
-    members of a group share one level. Raises ConfigError after MAX_DRAWS maps without one that fits.
+    Every cell is ice with probability `p`, on its own. Start and goal are the corners, or two different random ice
+    cells. The cache lets the members of a group share one level. Raises ConfigError after MAX_DRAWS maps without one
+    that fits.
     """
     # The seed's plain stream is the slips'.
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1,)))
@@ -89,7 +92,12 @@ def moves(size: int) -> tuple[tuple[int, int, int, int], ...]:
     """For each cell, the cell that Left, Down, Right and Up lead to; the edge holds the player."""
     last = size - 1
     return tuple(
-        (row * size + max(column - 1, 0), min(row + 1, last) * size + column, row * size + min(column + 1, last), max(row - 1, 0) * size + column)
+        (
+            row * size + max(column - 1, 0),
+            min(row + 1, last) * size + column,
+            row * size + min(column + 1, last),
+            max(row - 1, 0) * size + column,
+        )
         for row in range(size)
         for column in range(size)
     )

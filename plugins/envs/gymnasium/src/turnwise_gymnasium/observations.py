@@ -17,8 +17,8 @@ def is_image(space: Any) -> bool:
 
 
 def text_of(value: Any) -> str:
-    """Numbers to four significant digits, vectors on a line, matrices one row a line, dictionaries one `name: value` a line, MiniGrid's
-    observations as a map."""
+    """Numbers to four significant digits, vectors on a line, matrices one row a line, dictionaries one `name: value` a
+    line, MiniGrid's observations as a map."""
     if is_grid(value):
         return grid_text(value)
     if isinstance(value, Mapping):
@@ -50,7 +50,8 @@ def _scalar(value: Any) -> str:
 
 
 def is_discrete(space: Any) -> bool:
-    """Whether the space has finitely many values: Discrete, MultiDiscrete, MultiBinary, and tuples or dictionaries of them."""
+    """Whether the space has finitely many values: Discrete, MultiDiscrete, MultiBinary, and tuples or dictionaries of
+    them."""
     if isinstance(space, spaces.Tuple):
         return all(is_discrete(part) for part in space.spaces)
     if isinstance(space, spaces.Dict):

@@ -11,8 +11,9 @@ while world.going:
 return line.trajectory()
 ```
 
-Several calls a turn: `show` words of your own and `ask` again before `act`. Several trajectories: a line for each role, all of one world,
-and a list of their trajectories. Another model: a line with a sampler of `episode.samplers`. `play` is the loop above.
+Several calls a turn: `show` words of your own and `ask` again before `act`. Several trajectories: a line for each role,
+all of one world, and a list of their trajectories. Another model: a line with a sampler of `episode.samplers`. `play`
+is the loop above.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ __all__ = [
 
 
 async def play(episode: Episode, sampler: Sampler, rules: Rules, prompts: Prompts) -> Trajectory:
-    """Play an episode with one call a turn. Raises EngineError, EnvironmentFailure, and ConfigError for what the prompts cannot show."""
+    """Play an episode with one call a turn. Raises EngineError, EnvironmentFailure, and ConfigError for what the
+    prompts cannot show."""
     world = await World(episode).begin()
     line = Line(world, sampler, rules, prompts)
     while world.going:

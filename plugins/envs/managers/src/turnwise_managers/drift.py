@@ -1,4 +1,5 @@
-"""Drift: where a conversation, rendered anew by the chat template, is no longer the tokens that the model saw and sampled."""
+"""Drift: where a conversation, rendered anew by the chat template, is no longer the tokens that the model saw and
+sampled."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _SHOWN = 16
 
 @frozen
 class Drift:
-    """The first difference of two prompts: its position, and the text from there on, as `used` and as `rendered` anew."""
+    """The first difference of two prompts: its position, and the text from there on, as `used` and as `rendered`
+    anew."""
 
     at: int
     used: str
@@ -20,10 +22,13 @@ class Drift:
 
 
 def drift_of(chat: Chat, used: np.ndarray, rendered: np.ndarray) -> Drift | None:
-    """How `rendered` int32 [m] differs from `used` int32 [n], the tokens that the model was given; None if they are the same."""
+    """How `rendered` int32 [m] differs from `used` int32 [n], the tokens that the model was given; None if they are the
+    same."""
     if np.array_equal(used, rendered):
         return None
     shorter = min(len(used), len(rendered))
     differs = np.flatnonzero(used[:shorter] != rendered[:shorter])
     at = int(differs[0]) if len(differs) else shorter
-    return Drift(at, chat.decode(used[at : at + _SHOWN], special=True), chat.decode(rendered[at : at + _SHOWN], special=True))
+    return Drift(
+        at, chat.decode(used[at : at + _SHOWN], special=True), chat.decode(rendered[at : at + _SHOWN], special=True)
+    )

@@ -22,7 +22,8 @@ from turnwise_managers.world import World
 
 @frozen(eq=False)
 class Prompt:
-    """What one call is given: `ids` int32, or `messages` for a backend that takes those, and the indices of the images it holds.
+    """What one call is given: `ids` int32, or `messages` for a backend that takes those, and the indices of the images
+    it holds.
 
     `compared`: whether it was also rendered anew; `drift`: how that rendering differs."""
 
@@ -34,7 +35,8 @@ class Prompt:
 
 
 class Prompts(Protocol):
-    """How the prompt of a line's coming call is made of what it was shown and what it answered (turnwise_managers.prompts)."""
+    """How the prompt of a line's coming call is made of what it was shown and what it answered
+    (turnwise_managers.prompts)."""
 
     def longest(self, line: Line) -> int:
         """The most tokens that a prompt may hold."""
@@ -46,10 +48,12 @@ class Prompts(Protocol):
 
 
 class Line:
-    """A conversation of one model about one world: `show` what it is to answer, `ask` it, and `act` on the answer where it is one.
+    """A conversation of one model about one world: `show` what it is to answer, `ask` it, and `act` on the answer where
+    it is one.
 
-    Every call is a turn of the line's trajectory. A call that is not acted on (a draft, a question of the manager's own) has no reward of
-    its own. `shown[k]`: the messages before call k. `response`: the latest. `role`: whose line it is, where there are several; `sampler`: the model.
+    Every call is a turn of the line's trajectory. A call that is not acted on (a draft, a question of the manager's
+    own) has no reward of its own. `shown[k]`: the messages before call k. `response`: the latest. `role`: whose line it
+    is, where there are several; `sampler`: the model.
     """
 
     def __init__(self, world: World, sampler: Sampler, rules: Rules, prompts: Prompts, role: str = "") -> None:
@@ -70,8 +74,8 @@ class Line:
     # ---------------------------------------------------------------- what the model is shown
 
     def show(self, said: Content | list[Message] | None = None) -> None:
-        """Put messages before the coming call: the current observation with the templates around it, or, as it is, what the manager itself
-        says (text, content parts, or chat messages)."""
+        """Put messages before the coming call: the current observation with the templates around it, or, as it is, what
+        the manager itself says (text, content parts, or chat messages)."""
         assert len(self.shown) == len(self.turns), "show was called twice without a call between"
         if said is None:
             *others, last = self.world.messages()
@@ -89,7 +93,8 @@ class Line:
         return range(0 if length is None else max(0, len(self.turns) - length), len(self.turns))
 
     def head(self) -> list[Message]:
-        """The messages before the first call's: the system template, as it is, then a system message of the environment's own."""
+        """The messages before the first call's: the system template, as it is, then a system message of the
+        environment's own."""
         system: list[Message] = [] if self.rules.system is None else [{"role": "system", "content": self.rules.system}]
         return system + self.world.system
 
@@ -114,31 +119,40 @@ class Line:
     def extended(self, so_far: np.ndarray, messages: list[Message]) -> np.ndarray:
         """int32 ids by which `messages` continue a prompt and its response.
 
-        Raises EnvironmentFailure for what the chat cannot show, for one odd observation is no reason to end a run; ConfigError where it
-        refuses the run's own system message, too."""
+        Raises EnvironmentFailure for what the chat cannot show, for one odd observation is no reason to end a run;
+        ConfigError where it refuses the run's own system message, too."""
         images = self.world.images_in(messages)
         wrote = [k for k, turn in enumerate(self.turns) if self.chat.begins_image(turn.response_ids)] if images else []
         if wrote:
             raise EnvironmentFailure(
-                f"the model wrote the tokens of an image in turn {wrote[0]} of {self.world.episode.tag}, and an image follows: "
-                "no engine could tell the two apart. Fix: nothing, if it is rare; else env_manager: stepwise."
+                f"the model wrote the tokens of an image in turn {wrote[0]} of {self.world.episode.tag}, and an image"
+                " follows: no engine could tell the two apart. Fix: nothing, if it is rare; else env_manager:"
+                " stepwise."
             )
-        return self._by_chat(lambda chat: chat.extend(so_far, self.turns[-1].finish, messages, self.world.arrays(images)))
+        return self._by_chat(
+            lambda chat: chat.extend(so_far, self.turns[-1].finish, messages, self.world.arrays(images))
+        )
 
     def _by_chat(self, make: Callable[[Chat], np.ndarray]) -> np.ndarray:
         try:
             return int32(make(self.chat))
         except ConfigError as error:
-            system: list[Message] = [] if self.rules.system is None else [{"role": "system", "content": self.rules.system}]
+            system: list[Message] = (
+                [] if self.rules.system is None else [{"role": "system", "content": self.rules.system}]
+            )
             self.chat.render([*system, {"role": "user", "content": "x"}])
-            raise EnvironmentFailure(f"{self.world.episode.tag} showed what the model's chat cannot: {error}") from error
+            raise EnvironmentFailure(
+                f"{self.world.episode.tag} showed what the model's chat cannot: {error}"
+            ) from error
 
     # ---------------------------------------------------------------- a call, and what became of it
 
     async def ask(self) -> bool:
-        """One call of the model, which becomes a turn. False, and nothing is sent, where its prompt has no room: the line ends by `length`.
+        """One call of the model, which becomes a turn. False, and nothing is sent, where its prompt has no room: the
+        line ends by `length`.
 
-        Raises EngineError for a response that was aborted or does not keep the contract, EnvironmentFailure as `extended`."""
+        Raises EngineError for a response that was aborted or does not keep the contract, EnvironmentFailure as
+        `extended`."""
         prompt = self.prompts.of(self)
         if prompt.ids is not None and len(prompt.ids) > self.prompts.longest(self):
             self.shown.pop()
@@ -177,14 +191,15 @@ class Line:
 
     @property
     def action(self) -> str:
-        """The action in the latest response: what a player chose, else what the pattern finds ('' for none). Raises EnvironmentFailure."""
+        """The action in the latest response: what a player chose, else what the pattern finds ('' for none). Raises
+        EnvironmentFailure."""
         latest = self.turns[-1]
         chosen = latest.extras.get("action")  # a player chooses an action and writes no text around it
         return self.rules.actions.find(latest.text, self.world.episode.tag) if chosen is None else str(chosen)
 
     async def act(self, action: str | None = None) -> float:
-        """Give the environment the latest response's action (or another). Its reward, which is returned, is the latest turn's; without an
-        action, the format penalty is added. Raises EnvironmentFailure."""
+        """Give the environment the latest response's action (or another). Its reward, which is returned, is the latest
+        turn's; without an action, the format penalty is added. Raises EnvironmentFailure."""
         latest = self.turns[-1]
         action = self.action if action is None else action
         reward, metrics = await self.world.step(action, self.response)
@@ -197,7 +212,8 @@ class Line:
         return float(reward)
 
     def credit(self, reward: float) -> None:
-        """Add a reward to the latest turn, or to the first one if no call was made yet (another's move, a judgement at the end)."""
+        """Add a reward to the latest turn, or to the first one if no call was made yet (another's move, a judgement at
+        the end)."""
         if self.turns:
             self.turns[-1] = evolve(self.turns[-1], reward=self.turns[-1].reward + reward)
         else:
@@ -257,7 +273,13 @@ class Line:
         if rules.user is None and rules.before is None and rules.after is None:
             return content
         values = self._values(content)
-        dressed = join_content([rules.before.render(values) if rules.before else "", content, rules.after.render(values) if rules.after else ""])
+        dressed = join_content(
+            [
+                rules.before.render(values) if rules.before else "",
+                content,
+                rules.after.render(values) if rules.after else "",
+            ]
+        )
         if rules.user is None:
             return dressed
         return rules.user.render(values | {"observation": dressed, "current_observation": dressed})
@@ -279,7 +301,9 @@ class Line:
 
     def _told(self, index: int) -> str:
         turn = self.turns[index]
-        return f"(step:{index + 1}, observation: {text_of(turn.observation)}, action: {turn.action or turn.text.strip()})"
+        return (
+            f"(step:{index + 1}, observation: {text_of(turn.observation)}, action: {turn.action or turn.text.strip()})"
+        )
 
 
 def _problem(generation: Generation, most: int, counted: bool) -> str:

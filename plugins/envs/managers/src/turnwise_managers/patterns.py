@@ -24,7 +24,8 @@ _UNFINISHED = regex.compile(r"<think(ing)?>.*", regex.DOTALL)
 def without_thinking(text: str) -> str:
     """`text` without what stands between `<think>` and `</think>` (or `<thinking>`).
 
-    A block that the chat template opened in the prompt has its end alone, one that was cut has its beginning alone: both are thinking.
+    A block that the chat template opened in the prompt has its end alone, one that was cut has its beginning alone:
+    both are thinking.
     """
     for pattern in (_CLOSED, _BEGUN_IN_THE_PROMPT, _UNFINISHED):
         text = pattern.sub("", text)
@@ -41,14 +42,16 @@ class ActionFinder:
 
     @classmethod
     def of(cls, config: ManagerConfig) -> ActionFinder:
-        """As a manager's options say. Thinking is left out by default where a pattern is given that does not itself look for it."""
+        """As a manager's options say. Thinking is left out by default where a pattern is given that does not itself
+        look for it."""
         text, strip = config.action_pattern, config.strip_thinking
         if strip is None:
             strip = text is not None and "think" not in text
         return cls(None if text is None else regex.compile(text, regex.DOTALL), config.match, strip)
 
     def find(self, text: str, where: str) -> str:
-        """The action, stripped: of the match, the last of its groups that took part in it. The empty string if there is none.
+        """The action, stripped: of the match, the last of its groups that took part in it. The empty string if there is
+        none.
 
         Raises EnvironmentFailure for a pattern that takes longer than a second; `where` is for its message."""
         if self.strip_thinking:

@@ -17,9 +17,11 @@ from turnwise_managers.templates import text_of
 
 @frozen
 class Growing:
-    """The previous prompt, the very tokens that were sampled, and the new messages as the chat template continues: tokens in, tokens out.
+    """The previous prompt, the very tokens that were sampled, and the new messages as the chat template continues:
+    tokens in, tokens out.
 
-    `history`: messages, or the whole dialogue inside one assistant message. `detect_drift`: compare each prompt with a rendering."""
+    `history`: messages, or the whole dialogue inside one assistant message. `detect_drift`: compare each prompt with a
+    rendering."""
 
     history: Literal["messages", "single_turn"] = "messages"
     detect_drift: bool = False
@@ -62,19 +64,25 @@ class Growing:
             messages = line.conversation(line.earlier())
             return Prompt(None, messages, line.world.images_in(messages))
         first = [*line.head(), *line.shown[0]]
-        told = [turn.text + self._continuation(line, shown) for turn, shown in zip(line.turns, line.shown[1:], strict=True)]
+        told = [
+            turn.text + self._continuation(line, shown) for turn, shown in zip(line.turns, line.shown[1:], strict=True)
+        ]
         return Prompt(None, [*first, {"role": "assistant", "content": "".join(told)}], line.world.images_in(first))
 
     def _continuation(self, line: Line, shown: list[Message]) -> str:
         if line.world.images_in(shown):
             tag = line.world.episode.tag
-            raise ConfigError(f"history: single_turn cannot show an image after the first turn, in environment {tag}. Fix: history: messages.")
+            raise ConfigError(
+                f"history: single_turn cannot show an image after the first turn, in environment {tag}. Fix: history:"
+                " messages."
+            )
         return text_of(shown)
 
 
 @frozen
 class Anew:
-    """Each prompt is rendered from the last `history_length` calls of the rules, tokenised, and then checked for its length."""
+    """Each prompt is rendered from the last `history_length` calls of the rules, tokenised, and then checked for its
+    length."""
 
     def longest(self, line: Line) -> int:
         """A prompt leaves room for `max_new_tokens`."""

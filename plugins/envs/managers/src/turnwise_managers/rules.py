@@ -14,7 +14,8 @@ from turnwise_managers.templates import Template, parse_template
 
 @frozen
 class Rules:
-    """How observations are shown and actions found. `history_length`: how many earlier calls a prompt shows (None: all)."""
+    """How observations are shown and actions found. `history_length`: how many earlier calls a prompt shows (None:
+    all)."""
 
     actions: ActionFinder
     format_penalty: float
@@ -42,7 +43,9 @@ class Rules:
     @property
     def history_in_text(self) -> bool:
         """Whether the user's message itself tells the earlier calls."""
-        return any(template is not None and "history" in template.names for template in (self.user, self.before, self.after))
+        return any(
+            template is not None and "history" in template.names for template in (self.user, self.before, self.after)
+        )
 
 
 def _parsed(key: str, text: str | None) -> Template | None:

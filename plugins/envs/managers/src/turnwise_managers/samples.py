@@ -23,11 +23,12 @@ def row_per_call(trajectory: Trajectory) -> list[Sample]:
 
 
 def sample_of(turns: Mapping[int, Turn]) -> Sample | None:
-    """One row of these turns (by their index in the trajectory), where prompt and response of each begin the prompt of the next.
+    """One row of these turns (by their index in the trajectory), where prompt and response of each begin the prompt of
+    the next.
 
-    The row is the last turn's prompt and response. None if no token was sampled, or if the turns hold no prompt tokens (the backend
-    took messages). Expert indices become the column `expert_indices` int32 [L, layers, top_k], −1 on every token that the engine did not
-    sample; raises ValueError where a turn's do not fit its sampled tokens.
+    The row is the last turn's prompt and response. None if no token was sampled, or if the turns hold no prompt tokens
+    (the backend took messages). Expert indices become the column `expert_indices` int32 [L, layers, top_k], −1 on every
+    token that the engine did not sample; raises ValueError where a turn's do not fit its sampled tokens.
     """
     if not turns:
         return None
@@ -62,10 +63,12 @@ def sample_of(turns: Mapping[int, Turn]) -> Sample | None:
 
 
 def merged(turns: Sequence[Turn]) -> list[Sample]:
-    """The rows of a trajectory's turns, neighbours joined where the prompt and response of one begin the **prompt** of the next.
+    """The rows of a trajectory's turns, neighbours joined where the prompt and response of one begin the **prompt** of
+    the next.
 
-    Images count too: those of the one prompt must come first in the next. What lies between (the observation) is not sampled. Anything
-    else starts a new row. Turns without a sampled token give no row and stand in no one's way. Raises ValueError as `sample_of` does.
+    Images count too: those of the one prompt must come first in the next. What lies between (the observation) is not
+    sampled. Anything else starts a new row. Turns without a sampled token give no row and stand in no one's way. Raises
+    ValueError as `sample_of` does.
     """
     runs: list[dict[int, Turn]] = []
     last: Turn | None = None
@@ -94,7 +97,8 @@ def begins(earlier: Turn, later: Turn) -> bool:
 
 
 def expert_indices(values: Any, count: int) -> np.ndarray | None:
-    """int32 [count, layers, top_k]: which experts served each of `count` sampled tokens. None for none, or an empty list of them.
+    """int32 [count, layers, top_k]: which experts served each of `count` sampled tokens. None for none, or an empty
+    list of them.
 
     Raises ValueError for any other number of entries and for another shape.
     """
@@ -104,7 +108,9 @@ def expert_indices(values: Any, count: int) -> np.ndarray | None:
         raise ValueError(f"expert_indices has {len(values)} entries for {count} sampled tokens")
     indices = np.asarray(values)
     if indices.ndim != 3 or indices.dtype.kind not in "iu":
-        raise ValueError(f"expert_indices is {indices.dtype} {list(indices.shape)}, not integers [tokens][layers][top_k]")
+        raise ValueError(
+            f"expert_indices is {indices.dtype} {list(indices.shape)}, not integers [tokens][layers][top_k]"
+        )
     return int32(indices)
 
 
@@ -112,7 +118,10 @@ def _aligned(parts: Sequence[tuple[np.ndarray, np.ndarray]], length: int) -> np.
     """The expert indices of all turns at their places; −1 elsewhere."""
     shapes = sorted({indices.shape[1:] for _, indices in parts})
     if len(shapes) > 1:
-        raise ValueError(f"expert_indices of one row are of different shapes [layers, top_k]: {', '.join(str(list(s)) for s in shapes)}")
+        raise ValueError(
+            "expert_indices of one row are of different shapes [layers, top_k]:"
+            f" {', '.join(str(list(s)) for s in shapes)}"
+        )
     column = np.full((length, *shapes[0]), -1, np.int32)
     for place, indices in parts:
         column[place] = indices

@@ -55,8 +55,9 @@ class Template:
 def parse_template(key: str, text: str) -> Template:
     """Cut the template given under `key`.
 
-    A text that str.format accepts with these placeholders alone is read as str.format reads it (`{{` is a brace). In any other text
-    `{name}` is a placeholder, `{{name}}` is `{name}`, and every other brace is itself. Raises ValueError for an unknown placeholder.
+    A text that str.format accepts with these placeholders alone is read as str.format reads it (`{{` is a brace). In
+    any other text `{name}` is a placeholder, `{{name}}` is `{name}`, and every other brace is itself. Raises ValueError
+    for an unknown placeholder.
     """
     return Template(tuple(_format_pieces(text) or _plain_pieces(key, text)))
 
@@ -66,7 +67,9 @@ def _format_pieces(text: str) -> list[tuple[str, str | None]] | None:
         fields = list(Formatter().parse(text))
     except ValueError:
         return None
-    if any(name is not None and (name not in PLACEHOLDERS or spec or conversion) for _, name, spec, conversion in fields):
+    if any(
+        name is not None and (name not in PLACEHOLDERS or spec or conversion) for _, name, spec, conversion in fields
+    ):
         return None
     return [(literal, name) for literal, name, _, _ in fields]
 

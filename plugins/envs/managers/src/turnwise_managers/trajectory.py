@@ -1,4 +1,5 @@
-"""The `trajectory` manager: one conversation that only grows, tokens in and tokens out, one training sample per episode."""
+"""The `trajectory` manager: one conversation that only grows, tokens in and tokens out, one training sample per
+episode."""
 
 from __future__ import annotations
 
@@ -9,14 +10,16 @@ from turnwise_managers.config import TrajectoryConfig
 
 
 class TrajectoryManager:
-    """The prompt of a turn is the previous prompt, the tokens that were sampled, and the new observation as their continuation."""
+    """The prompt of a turn is the previous prompt, the tokens that were sampled, and the new observation as their
+    continuation."""
 
     def __init__(self, config: TrajectoryConfig, context: ManagerContext) -> None:
         self.rules = Rules.of(config)
         self.prompts = Growing(config.history, config.detect_drift)
 
     async def run(self, episode: Episode, sampler: Sampler) -> Trajectory:
-        """Play the episode to its end. Raises EngineError, EnvironmentFailure, and ConfigError for what `history` cannot show."""
+        """Play the episode to its end. Raises EngineError, EnvironmentFailure, and ConfigError for what `history`
+        cannot show."""
         return await play(episode, sampler, self.rules, self.prompts)
 
     def samples(self, trajectory: Trajectory) -> list[Sample]:

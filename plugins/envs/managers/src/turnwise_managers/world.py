@@ -20,9 +20,11 @@ from turnwise_managers.templates import text_of
 class World:
     """The state of one environment between two steps.
 
-    `observation` and `anchor` (its state key, else the observation) are what the coming call answers. `actions`, `tools`, `success` and
-    `metrics` are as reported last, `instruction` and `system` (a leading system message of the first observation) as reported at reset.
-    `steps`: how many were taken. `calls`: how many times a model was asked, by whichever line. `ended`: why the environment ended the episode.
+    `observation` and `anchor` (its state key, else the observation) are what the coming call answers. `actions`,
+    `tools`, `success` and `metrics` are as reported last, `instruction` and `system` (a leading system message of the
+    first observation) as reported at reset.
+    `steps`: how many were taken. `calls`: how many times a model was asked, by whichever line. `ended`: why the
+    environment ended the episode.
     """
 
     def __init__(self, episode: Episode) -> None:
@@ -44,7 +46,8 @@ class World:
 
     @property
     def going(self) -> bool:
-        """Whether another step may be taken: the environment has not ended the episode, and the limit of turns leaves one."""
+        """Whether another step may be taken: the environment has not ended the episode, and the limit of turns leaves
+        one."""
         return self.ended is None and self.steps < self.episode.limits.max_turns
 
     async def begin(self) -> World:
@@ -59,7 +62,8 @@ class World:
         return self
 
     async def step(self, action: str, response: Response) -> tuple[float, dict[str, float]]:
-        """Give the environment an action and the response that holds it. Returns the reward and the metrics of its answer.
+        """Give the environment an action and the response that holds it. Returns the reward and the metrics of its
+        answer.
 
         Raises EnvironmentFailure."""
         observation, reward, terminated, truncated, info = await self.episode.environment.step(action, response)
@@ -78,14 +82,17 @@ class World:
     def images_in(self, messages: Iterable[Message]) -> tuple[int, ...]:
         """Indices of the images in these messages, in their order."""
         contents = [message["content"] for message in messages if isinstance(message["content"], list)]
-        return tuple(self._index[id(part["image"])] for content in contents for part in content if part.get("type") == "image")
+        return tuple(
+            self._index[id(part["image"])] for content in contents for part in content if part.get("type") == "image"
+        )
 
     def arrays(self, images: Sequence[int]) -> tuple[np.ndarray, ...]:
         """The images behind these indices."""
         return tuple(self.images[index] for index in images)
 
     def kept(self, value: Any) -> Any:
-        """A copy of the structure of an observation or message (its owner may reuse it), each different image stored once.
+        """A copy of the structure of an observation or message (its owner may reuse it), each different image stored
+        once.
 
         Raises EnvironmentFailure for a part that is neither text nor image."""
         if isinstance(value, list):
@@ -97,37 +104,51 @@ class World:
             if not isinstance(content, str) and not (
                 isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
             ):
-                raise EnvironmentFailure(f"{self.episode.tag} showed the message {value!r:.80}. Fix: its content is a string or a list of parts.")
+                raise EnvironmentFailure(
+                    f"{self.episode.tag} showed the message {value!r:.80}. Fix: its content is a string or a list of"
+                    " parts."
+                )
             return {**value, "content": self.kept(content)}
         if value.get("type") == "image":
             return {**value, "image": self._stored(value.get("image"))}
         if value.get("type") == "text" and not isinstance(value.get("text"), str):
-            raise EnvironmentFailure(f"{self.episode.tag} showed the text part {value!r:.80}. Fix: its 'text' is a string.")
+            raise EnvironmentFailure(
+                f"{self.episode.tag} showed the text part {value!r:.80}. Fix: its 'text' is a string."
+            )
         return dict(value)
 
     def _take(self, observation: Any, info: dict[str, Any]) -> dict[str, float]:
         """Note what the environment reported; returns the metrics of this answer."""
         self.observation = self.kept(observation)
         key = info.get("state_key")
-        self.anchor = self.observation if key is None else copy.deepcopy(key)  # an environment may go on writing into its state
+        self.anchor = (
+            self.observation if key is None else copy.deepcopy(key)
+        )  # an environment may go on writing into its state
         if info.get("success") is not None:
             self.success = bool(info["success"])
         if info.get("actions") is not None:
             if not isinstance(info["actions"], (list, tuple)):
-                raise EnvironmentFailure(f"{self.episode.tag} told the actions {info['actions']!r:.80}. Fix: info['actions'] is a list of texts.")
+                raise EnvironmentFailure(
+                    f"{self.episode.tag} told the actions {info['actions']!r:.80}. Fix: info['actions'] is a list of"
+                    " texts."
+                )
             self.actions = tuple(str(action) for action in info["actions"])
         try:
             metrics = {str(name): float(value) for name, value in (info.get("metrics") or {}).items()}
         except (TypeError, ValueError, AttributeError) as error:
             told = f"{info['metrics']!r:.80}"
-            raise EnvironmentFailure(f"{self.episode.tag} told the metrics {told}. Fix: info['metrics'] maps names to numbers.") from error
+            raise EnvironmentFailure(
+                f"{self.episode.tag} told the metrics {told}. Fix: info['metrics'] maps names to numbers."
+            ) from error
         self.metrics |= metrics
         return metrics
 
     def _stored(self, image: Any) -> np.ndarray:
         if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
             was = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
-            raise EnvironmentFailure(f"{self.episode.tag} showed an image that is {was}. Fix: a uint8 array of height × width × 3.")
+            raise EnvironmentFailure(
+                f"{self.episode.tag} showed an image that is {was}. Fix: a uint8 array of height × width × 3."
+            )
         content = (image.shape, hashlib.blake2b(image.tobytes()).digest())
         if content not in self._by_content:
             stored = self._by_content[content] = np.array(image, order="C")

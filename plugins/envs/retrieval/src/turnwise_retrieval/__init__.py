@@ -10,6 +10,8 @@ def environments() -> list[Implementation]:
         Implementation(
             "retrieval",
             target="turnwise_retrieval.retrieval:Retrieval",
-            summary="questions of several hops over generated documents of up to thousands of tokens, answered by search",
+            summary=(
+                "questions of several hops over generated documents of up to thousands of tokens, answered by search"
+            ),
         )
     ]

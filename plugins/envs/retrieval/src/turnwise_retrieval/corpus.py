@@ -1,4 +1,5 @@
-"""A generated corpus: people with facts, each in a document of its own among text that says nothing; the same options give the same corpus."""
+"""A generated corpus: people with facts, each in a document of its own among text that says nothing; the same options
+give the same corpus."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ TOKENS = re.compile(r"\w+|[^\w\s]")
 
 @frozen(eq=False)
 class Corpus:
-    """`names[i]` is the person of document i; `facts[i]` their values by relation, `teachers[i]` the document of their teacher.
+    """`names[i]` is the person of document i; `facts[i]` their values by relation, `teachers[i]` the document of their
+    teacher.
 
-    `index`: lower-case word → documents whose name, teacher or values hold it. `lengths[i]`: words and marks of document i.
+    `index`: lower-case word → documents whose name, teacher or values hold it. `lengths[i]`: words and marks of
+    document i.
     """
 
     seed: int
@@ -31,10 +34,11 @@ class Corpus:
     index: Mapping[str, tuple[int, ...]]
 
     def search(self, query: str, count: int) -> list[int]:
-        """The best `count` documents for the query's words: the sum of log(1 + documents ÷ documents with the word), ties by number.
+        """The best `count` documents for the query's words: the sum of log(1 + documents ÷ documents with the word),
+        ties by number.
 
-        A document's own name counts twice. Documents without any of the words are not found; names, teachers and values are indexed, the
-        rest of the text is not.
+        A document's own name counts twice. Documents without any of the words are not found; names, teachers and values
+        are indexed, the rest of the text is not.
         """
         scores: dict[int, float] = {}
         # Sorted: a set of text has another order in each process, and a sum of floats depends on its order.
@@ -52,7 +56,10 @@ def make_corpus(seed: int, documents: int, shortest: int, longest: int) -> Corpu
     rng = np.random.default_rng([seed, documents])
     combined = [f"{a}{b}{c}".capitalize() for a in SYLLABLES for b in SYLLABLES for c in SYLLABLES]
     names = tuple(combined[i] for i in rng.choice(len(combined), documents, replace=False))
-    facts = tuple({key: relation.values[int(rng.integers(len(relation.values)))] for key, relation in RELATIONS.items()} for _ in names)
+    facts = tuple(
+        {key: relation.values[int(rng.integers(len(relation.values)))] for key, relation in RELATIONS.items()}
+        for _ in names
+    )
     # From 1 on: nobody is their own teacher.
     teachers = tuple(int((i + rng.integers(1, documents)) % documents) for i in range(documents))
     drawn = np.exp(rng.uniform(math.log(shortest), math.log(longest), documents)).round().astype(int)
@@ -66,11 +73,14 @@ def make_corpus(seed: int, documents: int, shortest: int, longest: int) -> Corpu
 
 @lru_cache(maxsize=1024)
 def text_of(corpus: Corpus, document: int) -> str:
-    """The text of a document, `lengths[document]` words and marks: the name as its title, then the facts scattered among filler sentences."""
+    """The text of a document, `lengths[document]` words and marks: the name as its title, then the facts scattered
+    among filler sentences."""
     # A generator for each document, so that its text does not depend on which were asked for before.
     rng = np.random.default_rng([corpus.seed, 1, document])
     name = corpus.names[document]
-    sentences = [relation.sentence.format(name=name, value=corpus.facts[document][key]) for key, relation in RELATIONS.items()]
+    sentences = [
+        relation.sentence.format(name=name, value=corpus.facts[document][key]) for key, relation in RELATIONS.items()
+    ]
     sentences.append(TEACHER.format(name=name, value=corpus.names[corpus.teachers[document]]))
     left = corpus.lengths[document] - 1 - sum(len(TOKENS.findall(sentence)) for sentence in sentences)
     filler = []

@@ -32,7 +32,8 @@ class Question:
 
 
 class Retrieval:
-    """The environment `retrieval`; its options are described in the README. Raises ConfigError for options that cannot be used.
+    """The environment `retrieval`; its options are described in the README. Raises ConfigError for options that cannot
+    be used.
 
     `corpus`: the documents, shared by all instances with these options."""
 
@@ -75,9 +76,11 @@ class Retrieval:
         return self._observation, {**self._info(question, False), "env_instruction": self.instruction}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """`search: WORDS` shows the best documents, `answer: WORDS` ends the episode; case and white space around do not matter.
+        """`search: WORDS` shows the best documents, `answer: WORDS` ends the episode; case and white space around do
+        not matter.
 
-        Raises EnvironmentFailure before the first reset. After the end every step returns the final observation with reward 0.
+        Raises EnvironmentFailure before the first reset. After the end every step returns the final observation with
+        reward 0.
         """
         question = self._question
         if question is None:
@@ -85,11 +88,21 @@ class Retrieval:
         if self._over:
             return self._observation, 0.0, True, False, self._info(question, False)
         match = _ACTION.match(action)
-        kind, words = (match[1].lower(), match[2]) if match else ("search" if self._free_text == "search" and action.strip() else "", action)
+        kind, words = (
+            (match[1].lower(), match[2])
+            if match
+            else ("search" if self._free_text == "search" and action.strip() else "", action)
+        )
         if kind == "answer":
             self._over, self._success = True, normalised(words) == normalised(self.answer)
             self._observation = "Right." if self._success else "Wrong."
-            return self._observation, 1.0 if self._success else self._wrong_penalty, True, False, self._info(question, False)
+            return (
+                self._observation,
+                1.0 if self._success else self._wrong_penalty,
+                True,
+                False,
+                self._info(question, False),
+            )
         if kind == "search":
             self._searches += 1
             self._show(self.corpus.search(words, self._per_search))
@@ -144,7 +157,9 @@ class Retrieval:
             # By content, not by seed: two seeds may draw the same question, which must not train and test at once.
             if self._split in ("all", self._split_of(question)):
                 return question
-        raise ConfigError(f"num_documents: no question of split {self._split!r} among {_DRAWS}, retrieval. Fix: more documents.")
+        raise ConfigError(
+            f"num_documents: no question of split {self._split!r} among {_DRAWS}, retrieval. Fix: more documents."
+        )
 
     def _split_of(self, question: Question) -> str:
         """A fifth `test`, a tenth `val`, the rest `train`, by the content of the question."""
@@ -164,8 +179,15 @@ class Retrieval:
         return {
             "state_key": (*question.chain, question.relation, *self._shown, self._over),
             "success": self._success,
-            "actions": [*(f"search: {self.corpus.names[i]}" for i in self._known), *(f"answer: {value}" for value in values)],
-            "metrics": {"searches": float(self._searches), "invalid": float(invalid), "found": float(question.chain[-1] in self._seen)},
+            "actions": [
+                *(f"search: {self.corpus.names[i]}" for i in self._known),
+                *(f"answer: {value}" for value in values),
+            ],
+            "metrics": {
+                "searches": float(self._searches),
+                "invalid": float(invalid),
+                "found": float(question.chain[-1] in self._seen),
+            },
         }
 
 

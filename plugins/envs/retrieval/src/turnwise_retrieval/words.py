@@ -9,7 +9,8 @@ from attrs import frozen
 
 @frozen
 class Relation:
-    """One kind of fact: its sentence (`{name}`, `{value}`), the question about it (`{who}`), and the values that it takes."""
+    """One kind of fact: its sentence (`{name}`, `{value}`), the question about it (`{who}`), and the values that it
+    takes."""
 
     sentence: str
     question: str
@@ -24,7 +25,10 @@ RELATIONS: Mapping[str, Relation] = {
     "birthplace": Relation(
         "{name} was born in {value}.",
         "Where was {who} born?",
-        _words("Alderfield Brinmoor Castleton Dunharbour Eastmarsh Fernhollow Greyford Highcliff Ironbridge Kestrelby Longwater Marrowdale"),
+        _words(
+            "Alderfield Brinmoor Castleton Dunharbour Eastmarsh Fernhollow Greyford Highcliff Ironbridge Kestrelby"
+            " Longwater Marrowdale"
+        ),
     ),
     "trade": Relation(
         "{name} works as a {value}.",
@@ -48,13 +52,15 @@ THE_TEACHER_OF = "the teacher of {who}"
 SYLLABLES = _words("ba do fe ga hi jo ka le mi no pa qui ro sa tu va we xa yo zu")
 
 FILLER = _words(
-    "about above across again almost along already although among another around away became before behind below between beyond both brought "
-    "building called carried century certain change city clear close cold common country course covered crossed dark day deep different "
-    "distance door early east edge eight empty end enough even evening every field final first five floor followed forest found four front "
-    "garden gate great ground half hall heavy held high hill hour house hundred inside island journey kept known land large last late led left "
-    "letter light little long lower many market middle mile moment morning mountain narrow near never next night north number often old once "
-    "open order other outside over part passed path people place plain quiet rain reached remained rest river road roof room round rows same "
-    "sea season second seen seven several short side silent small snow soon south space spring square stairs stone stood storm stream street "
-    "strong summer table tall ten third thousand three through time tower town travelled trees turned twelve under until upper usual valley "
-    "village visited wall warm water weather week west white wide wind window winter wood work year young"
+    "about above across again almost along already although among another around away became before behind below"
+    " between beyond both brought building called carried century certain change city clear close cold common country"
+    " course covered crossed dark day deep different distance door early east edge eight empty end enough even evening"
+    " every field final first five floor followed forest found four front garden gate great ground half hall heavy held"
+    " high hill hour house hundred inside island journey kept known land large last late led left letter light little"
+    " long lower many market middle mile moment morning mountain narrow near never next night north number often old"
+    " once open order other outside over part passed path people place plain quiet rain reached remained rest river"
+    " road roof room round rows same sea season second seen seven several short side silent small snow soon south space"
+    " spring square stairs stone stood storm stream street strong summer table tall ten third thousand three through"
+    " time tower town travelled trees turned twelve under until upper usual valley village visited wall warm water"
+    " weather week west white wide wind window winter wood work year young"
 )

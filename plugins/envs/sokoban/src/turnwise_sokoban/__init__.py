@@ -7,5 +7,9 @@ from turnwise import Implementation, hookimpl
 def environments() -> list[Implementation]:
     """`sokoban`."""
     return [
-        Implementation("sokoban", target="turnwise_sokoban.sokoban:Sokoban", summary="Sokoban: random rooms, always solvable, held out by content")
+        Implementation(
+            "sokoban",
+            target="turnwise_sokoban.sokoban:Sokoban",
+            summary="Sokoban: random rooms, always solvable, held out by content",
+        )
     ]

@@ -14,7 +14,8 @@ _RADIUS = np.hypot(_Y - (TILE - 1) / 2, _X - (TILE - 1) / 2)
 
 
 def draw_room(shown: list[int], width: int) -> np.ndarray:
-    """uint8 [32·height, 32·width, 3] of the codes in reading order: targets are red rings, boxes brown (green on a target), the player blue."""
+    """uint8 [32·height, 32·width, 3] of the codes in reading order: targets are red rings, boxes brown (green on a
+    target), the player blue."""
     picture = np.empty((len(shown) // width * TILE, width * TILE, 3), np.uint8)
     for cell, code in enumerate(shown):
         top, left = (TILE * part for part in divmod(cell, width))

@@ -21,7 +21,8 @@ WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = range(7)
 
 @frozen
 class Room:
-    """A room as it starts: `walls` one flag a cell in reading order, the rest indices of cells. The outermost cells are walls."""
+    """A room as it starts: `walls` one flag a cell in reading order, the rest indices of cells. The outermost cells are
+    walls."""
 
     height: int
     width: int
@@ -48,7 +49,8 @@ def codes(room: Room, boxes: frozenset[int], player: int) -> list[int]:
 
 
 def split_of(room: Room) -> str:
-    """The split that a room belongs to, by the SHA-256 of its size and codes: a fifth is `test`, a tenth `val`, the rest `train`."""
+    """The split that a room belongs to, by the SHA-256 of its size and codes: a fifth is `test`, a tenth `val`, the
+    rest `train`."""
     content = bytes([room.height, room.width, *codes(room, room.boxes, room.player)])
     bucket = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") % 20
     return "test" if bucket < 4 else "val" if bucket < 6 else "train"
@@ -58,8 +60,8 @@ def split_of(room: Room) -> str:
 def make_room(seed: int, height: int, width: int, num_boxes: int, search_depth: int, split: str) -> Room:
     """The room of `seed`: rooms are drawn from the seed's own generator until one belongs to `split`.
 
-    It has a solution of at most `search_depth` moves. The cache lets the members of a group share one room. Raises ConfigError after
-    MAX_ROOMS rooms without one that fits.
+    It has a solution of at most `search_depth` moves. The cache lets the members of a group share one room. Raises
+    ConfigError after MAX_ROOMS rooms without one that fits.
     """
     rng = np.random.default_rng(seed)
     for _ in range(MAX_ROOMS):
@@ -68,13 +70,14 @@ def make_room(seed: int, height: int, width: int, num_boxes: int, search_depth: 
         if room is not None and split in ("all", split_of(room)):
             return room
     raise ConfigError(
-        f"no room of split {split!r} among {MAX_ROOMS} drawn with dim_room [{height}, {width}], {num_boxes} boxes and search_depth {search_depth}, "
-        "sokoban. Fix: a larger dim_room, fewer boxes or a larger search_depth."
+        f"no room of split {split!r} among {MAX_ROOMS} drawn with dim_room [{height}, {width}], {num_boxes} boxes and"
+        f" search_depth {search_depth}, sokoban. Fix: a larger dim_room, fewer boxes or a larger search_depth."
     )
 
 
 def _draw_room(rng: np.random.Generator, height: int, width: int, num_boxes: int, search_depth: int) -> Room | None:
-    """The best of a few layouts: the first with every box off the targets, else the one with the most; None if no box could be moved."""
+    """The best of a few layouts: the first with every box off the targets, else the one with the most; None if no box
+    could be moved."""
     best, most = None, 0
     for _ in range(LAYOUTS_PER_ROOM):
         walls = carve(rng, height, width)
@@ -93,7 +96,8 @@ def _draw_room(rng: np.random.Generator, height: int, width: int, num_boxes: int
 
 
 def carve(rng: np.random.Generator, height: int, width: int) -> tuple[bool, ...]:
-    """Walls with a connected floor: a walk of 1.7 × (height + width) cells that turns now and then, and widens as it goes."""
+    """Walls with a connected floor: a walk of 1.7 × (height + width) cells that turns now and then, and widens as it
+    goes."""
     wall = np.ones((height, width), bool)
     row, column = int(rng.integers(1, height - 1)), int(rng.integers(1, width - 1))
     directions = ((-1, 0), (1, 0), (0, -1), (0, 1))
@@ -111,10 +115,11 @@ def carve(rng: np.random.Generator, height: int, width: int) -> tuple[bool, ...]
 
 
 def play_backwards(rng: np.random.Generator, solved: Room, search_depth: int) -> Room | None:
-    """Pull boxes off their targets with at most `search_depth` moves; the position whose boxes lie farthest away becomes the start.
+    """Pull boxes off their targets with at most `search_depth` moves; the position whose boxes lie farthest away
+    becomes the start.
 
-    Every backward move (a step, or a step that pulls the box behind the player) is undone by one forward move, so the moves in reverse
-    order solve the room. None if no box can be pulled.
+    Every backward move (a step, or a step that pulls the box behind the player) is undone by one forward move, so the
+    moves in reverse order solve the room. None if no box can be pulled.
     """
     # In the solved room the player may stand anywhere, so at first every pull is in reach.
     pulls = _pulls(solved, solved.boxes, None)
@@ -149,7 +154,8 @@ def play_backwards(rng: np.random.Generator, solved: Room, search_depth: int) ->
 
 
 def _pulls(room: Room, boxes: frozenset[int], distance: dict[int, int] | None) -> list[tuple[int, int, int]]:
-    """(box, direction, moves to walk before it) of every pull; `distance` holds the cells in the player's reach, None: all of them."""
+    """(box, direction, moves to walk before it) of every pull; `distance` holds the cells in the player's reach, None:
+    all of them."""
     found = []
     # In a fixed order, because the draw is by place in this list.
     for box in sorted(boxes):

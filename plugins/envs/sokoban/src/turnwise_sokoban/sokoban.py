@@ -22,8 +22,8 @@ _INDEX = {name.lower(): i for i, name in enumerate(ACTIONS)}
 class Sokoban:
     """The environment `sokoban`; its options are described in the README.
 
-    Every move gives `step_penalty`, +1 for a box pushed onto a target, −1 for one pushed off, +10 when all are on targets; an invalid
-    text gives `step_penalty + invalid_penalty`. Raises ConfigError for options that cannot be used.
+    Every move gives `step_penalty`, +1 for a box pushed onto a target, −1 for one pushed off, +10 when all are on
+    targets; an invalid text gives `step_penalty + invalid_penalty`. Raises ConfigError for options that cannot be used.
     """
 
     def __init__(
@@ -69,11 +69,13 @@ class Sokoban:
         return observation, info
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Play the moves of one turn: their names in any case, white space around them ignored, `action_separator` between them.
+        """Play the moves of one turn: their names in any case, white space around them ignored, `action_separator`
+        between them.
 
-        The turn ends at a text that is no move or at a move past `max_actions_per_turn` (both invalid: counted once, a step of
-        `max_steps`, `invalid_penalty`), when the room is solved, and at `max_steps`; what was played before stands. Raises
-        EnvironmentFailure before the first reset. After the end every step returns the final observation with reward 0.
+        The turn ends at a text that is no move or at a move past `max_actions_per_turn` (both invalid: counted once, a
+        step of `max_steps`, `invalid_penalty`), when the room is solved, and at `max_steps`; what was played before
+        stands. Raises EnvironmentFailure before the first reset. After the end every step returns the final observation
+        with reward 0.
         """
         room = self._room
         if room is None:
@@ -111,10 +113,15 @@ class Sokoban:
     @property
     def instruction(self) -> str:
         """The rules, the meaning of the symbols and the actions, for a system prompt."""
-        several = f" You may give up to {self._max_actions} actions, separated by {self._separator}." if self._max_actions > 1 else ""
+        several = (
+            f" You may give up to {self._max_actions} actions, separated by {self._separator}."
+            if self._max_actions > 1
+            else ""
+        )
         return (
-            "You play Sokoban. Push every box onto a target; boxes cannot be pulled. "
-            f"{', '.join(f'{symbol}: {word}' for symbol, word in self._vocabulary.items())}. Your actions: {', '.join(ACTIONS)}.{several}"
+            "You play Sokoban. Push every box onto a target; boxes cannot be pulled."
+            f" {', '.join(f'{symbol}: {word}' for symbol, word in self._vocabulary.items())}. Your actions:"
+            f" {', '.join(ACTIONS)}.{several}"
         )
 
     def _view(self, room: Room) -> tuple[str, dict[str, Any]]:
@@ -125,14 +132,21 @@ class Sokoban:
         if self._describe:
             observation += f"\n{self._words(room)}"
         # With the width, because rooms of other shapes may hold the same cells.
-        info = {"state_key": (room.width, bytes(shown).hex()), "success": self._boxes == room.targets, "actions": list(ACTIONS)}
+        info = {
+            "state_key": (room.width, bytes(shown).hex()),
+            "success": self._boxes == room.targets,
+            "actions": list(ACTIONS),
+        }
         return observation, info
 
     def _words(self, room: Room) -> str:
         boxes = [self._where(room, cell) + " (on a target)" * (cell in room.targets) for cell in sorted(self._boxes)]
         targets = [self._where(room, cell) for cell in sorted(room.targets - self._boxes)]
         walls = [name for name, step in zip(ACTIONS, room.steps) if room.walls[self._player + step]]
-        return f"Boxes: {', '.join(boxes)}.\nFree targets: {', '.join(targets) or 'none'}.\nWalls: {' '.join(walls) or 'none'}."
+        return (
+            f"Boxes: {', '.join(boxes)}.\nFree targets: {', '.join(targets) or 'none'}.\nWalls:"
+            f" {' '.join(walls) or 'none'}."
+        )
 
     def _where(self, room: Room, cell: int) -> str:
         """Where a cell lies from the player, as `2 down 1 right`; `here` for its own."""

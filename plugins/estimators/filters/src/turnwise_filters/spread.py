@@ -13,8 +13,8 @@ SIGNAL = 1e-6
 
 @frozen(eq=False)
 class Spread:
-    """`group` int64 [N]: each trajectory's group as 0…G−1, in the order of the groups' numbers; `members` float64 [G]: how many of the group
-    still train; `std` float64 [G]: the unbiased σ of their scores, 0 for fewer than two."""
+    """`group` int64 [N]: each trajectory's group as 0…G−1, in the order of the groups' numbers; `members` float64 [G]:
+    how many of the group still train; `std` float64 [G]: the unbiased σ of their scores, 0 for fewer than two."""
 
     group: np.ndarray
     members: np.ndarray
@@ -23,7 +23,11 @@ class Spread:
 
 def spread_of(trajectories: Table) -> Spread:
     """Among the trajectories that the filters before left (column `trains`; without it, all)."""
-    counted = np.asarray(trajectories["trains"], np.bool_) if "trains" in trajectories else np.ones(len(trajectories), np.bool_)
+    counted = (
+        np.asarray(trajectories["trains"], np.bool_)
+        if "trains" in trajectories
+        else np.ones(len(trajectories), np.bool_)
+    )
     numbers, group = np.unique(trajectories["traj_group_id"], return_inverse=True)
     scores, mine = np.asarray(trajectories["scores"], np.float64)[counted], group[counted]
     members = np.bincount(mine, minlength=len(numbers)).astype(np.float64)

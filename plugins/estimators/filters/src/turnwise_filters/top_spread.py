@@ -16,8 +16,8 @@ _ROUNDING = 1e-9
 
 
 class TopSpread:
-    """Keeps ceil(keep·G) of the G groups that still have a member: those of the highest σ, at σ equal within a billionth those of the lower
-    number."""
+    """Keeps ceil(keep·G) of the G groups that still have a member: those of the highest σ, at σ equal within a
+    billionth those of the lower number."""
 
     def __init__(self, config: TopSpreadConfig | None, context: FilterContext) -> None:
         self.share = (config or TopSpreadConfig()).keep
@@ -34,7 +34,8 @@ class TopSpread:
 
 
 def _by_spread(std: np.ndarray) -> np.ndarray:
-    """int64 [G]: the order of float64 σ [G] from the highest to the lowest, stable among those that are equal within `_ROUNDING`."""
+    """int64 [G]: the order of float64 σ [G] from the highest to the lowest, stable among those that are equal within
+    `_ROUNDING`."""
     falling = np.argsort(-std, kind="stable")
     ordered = std[falling]
     level = np.empty(len(std), np.int64)

@@ -11,8 +11,8 @@ from turnwise.data.normalise import RewardNormalization
 class GaeConfig:
     """Options of `gae`.
 
-    `gamma`, `lambd`: the discount γ and the λ of the recursion, per sampled token, each in [0, 1]. `reward_normalization`: how token rewards
-    are normalised first; None: `identity`.
+    `gamma`, `lambd`: the discount γ and the λ of the recursion, per sampled token, each in [0, 1].
+    `reward_normalization`: how token rewards are normalised first; None: `identity`.
     """
 
     gamma: float = field(default=1.0, validator=[validators.ge(0.0), validators.le(1.0)])

@@ -1,4 +1,5 @@
-"""GAE: exponentially weighted sums of temporal differences over a trajectory's sampled tokens (Schulman et al. 2016, arXiv 1506.02438)."""
+"""GAE: exponentially weighted sums of temporal differences over a trajectory's sampled tokens (Schulman et al. 2016,
+arXiv 1506.02438)."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from turnwise_gae.config import GaeConfig
 class Gae:
     """A_t = Σ (γλ)^l δ_{t+l}, δ_t = r_t + γ·V_{t+1} − V_t; the returns, which the critic learns, are A + V.
 
-    V_t is the critic's value of the prefix before token t (token column `values`). The next token of a turn's last one is the first sampled
-    token of the next turn that has one, whatever rows the trajectory was cut into; after the trajectory's last sampled token V = 0, for
-    terminated and truncated alike.
+    V_t is the critic's value of the prefix before token t (token column `values`). The next token of a turn's last one
+    is the first sampled token of the next turn that has one, whatever rows the trajectory was cut into; after the
+    trajectory's last sampled token V = 0, for terminated and truncated alike.
     """
 
     capabilities = EstimatorCapabilities(needs=frozenset({"values"}))

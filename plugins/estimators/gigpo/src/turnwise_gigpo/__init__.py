@@ -11,6 +11,8 @@ def advantage_estimators() -> list[Implementation]:
             "gigpo",
             "turnwise_gigpo.gigpo:Gigpo",
             config="turnwise_gigpo.config:GigpoConfig",
-            summary="the score normalised in its group, and each turn's return among the group's turns from the same state",
+            summary=(
+                "the score normalised in its group, and each turn's return among the group's turns from the same state"
+            ),
         )
     ]

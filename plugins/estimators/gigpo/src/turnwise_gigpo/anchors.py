@@ -17,11 +17,12 @@ SMALL = 64
 
 
 def anchor_groups(anchors: np.ndarray, group: np.ndarray, similarity_threshold: float | None = None) -> np.ndarray:
-    """int64 [K]: a label per turn; two turns have the same one if and only if their `group` and their anchor are the same.
+    """int64 [K]: a label per turn; two turns have the same one if and only if their `group` and their anchor are the
+    same.
 
-    `anchors` object [K], `group` int [K], in (trajectory, turn) order. Type and shape are kept apart: 1, True and 1.0 are three states, arrays
-    of other shapes or dtypes are others. With a threshold, texts of a group are clustered as `cluster_texts` says. Raises ValueError for an
-    anchor that cannot be hashed.
+    `anchors` object [K], `group` int [K], in (trajectory, turn) order. Type and shape are kept apart: 1, True and 1.0
+    are three states, arrays of other shapes or dtypes are others. With a threshold, texts of a group are clustered as
+    `cluster_texts` says. Raises ValueError for an anchor that cannot be hashed.
     """
     codes, keys = _factorised(anchors)
     _, where = np.unique(group, return_inverse=True)
@@ -44,7 +45,8 @@ def anchor_groups(anchors: np.ndarray, group: np.ndarray, similarity_threshold: 
 def cluster_texts(texts: Sequence[str], threshold: float) -> list[int]:
     """For each of the distinct `texts` the index of the first text of its cluster.
 
-    Greedy, in order: a text joins the first cluster whose first text it resembles with difflib's ratio ≥ threshold, else it opens one.
+    Greedy, in order: a text joins the first cluster whose first text it resembles with difflib's ratio ≥ threshold,
+    else it opens one.
     """
     clusters: list[tuple[int, SequenceMatcher[str]]] = []
     out = []
@@ -52,7 +54,11 @@ def cluster_texts(texts: Sequence[str], threshold: float) -> list[int]:
         for first, matcher in clusters:
             matcher.set_seq1(text)
             # the two quick ones are upper bounds of the third, which takes quadratic time
-            if matcher.real_quick_ratio() >= threshold and matcher.quick_ratio() >= threshold and matcher.ratio() >= threshold:
+            if (
+                matcher.real_quick_ratio() >= threshold
+                and matcher.quick_ratio() >= threshold
+                and matcher.ratio() >= threshold
+            ):
                 out.append(first)
                 break
         else:
@@ -118,8 +124,8 @@ def anchor_key(anchor: Any) -> Hashable:
         hash(anchor)
     except TypeError as error:
         raise ValueError(
-            f"gigpo cannot compare states of the type {kind.__qualname__} ({anchor!r:.80}). Fix: give info['state_key'] as text, numbers, an array, "
-            "or a tuple of them"
+            f"gigpo cannot compare states of the type {kind.__qualname__} ({anchor!r:.80}). Fix: give info['state_key']"
+            " as text, numbers, an array, or a tuple of them"
         ) from error
     return kind, anchor
 

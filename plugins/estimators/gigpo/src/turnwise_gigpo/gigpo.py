@@ -1,4 +1,5 @@
-"""GiGPO: the episode's advantage in its group and the turn's among turns from the same state (Feng et al. 2025, arXiv 2505.10978)."""
+"""GiGPO: the episode's advantage in its group and the turn's among turns from the same state (Feng et al. 2025, arXiv
+2505.10978)."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from turnwise_gigpo.config import GigpoConfig
 class Gigpo:
     """A = w_E·A_E + w_S·A_S.
 
-    A_E: the score normalised in its trajectory group, each trajectory once (Eq. 3), on all of the trajectory's sampled tokens.
-    A_S: R_t = r_t + γ·R_{t+1} over turns, normalised in its anchor group: the turns of the same trajectory group that began in an equal state
-    on the turn's sampled tokens. Every visit counts, also two of one trajectory, also a turn without sampled tokens; an anchor
-    group of one gives 0.
+    A_E: the score normalised in its trajectory group, each trajectory once (Eq. 3), on all of the trajectory's sampled
+    tokens.
+    A_S: R_t = r_t + γ·R_{t+1} over turns, normalised in its anchor group: the turns of the same trajectory group that
+    began in an equal state on the turn's sampled tokens. Every visit counts, also two of one trajectory, also a turn
+    without sampled tokens; an anchor group of one gives 0.
     """
 
     capabilities = EstimatorCapabilities(compares_in_groups=True)
@@ -32,7 +34,8 @@ class Gigpo:
         self.step_method = _step_method(self.normalization)
 
     def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """(advantages, returns), float64 [T]; the returns are the advantages. Raises ValueError for a state that cannot be compared."""
+        """(advantages, returns), float64 [T]; the returns are the advantages. Raises ValueError for a state that cannot
+        be compared."""
         config, owner = self.config, batch.turns["trajectory"]
         episode = normalise_scores(batch, self.normalization)
         returns = discounted_sums(batch.turns["reward"], owner, config.step_reward_gamma)
@@ -46,7 +49,8 @@ class Gigpo:
 
 
 def _step_method(settings: RewardNormalization) -> Method:
-    """How returns are normalised in an anchor group: as the scores are, whose scopes alone may be others. Raises ConfigError."""
+    """How returns are normalised in an anchor group: as the scores are, whose scopes alone may be others. Raises
+    ConfigError."""
     given = settings.norm_mean_type is not None or settings.norm_std_type is not None
     # norm_mean_type and norm_std_type name scopes for A_E. An anchor group is a scope of its own, so of them it takes
     # only whether σ divides.
@@ -56,7 +60,7 @@ def _step_method(settings: RewardNormalization) -> Method:
     if method == "identity" or (given and settings.norm_mean_type is None):
         what = "norm_mean_type: null beside norm_std_type" if given else "method: identity"
         raise ConfigError(
-            f"reward_normalization: {what} subtracts no mean, and gigpo compares episodes and turns with their group's mean. "
-            "Fix: method: mean_std or mean"
+            f"reward_normalization: {what} subtracts no mean, and gigpo compares episodes and turns with their group's"
+            " mean. Fix: method: mean_std or mean"
         )
     return method

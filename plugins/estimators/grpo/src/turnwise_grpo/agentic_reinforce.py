@@ -1,4 +1,5 @@
-"""REINFORCE over segments: the rewards of a turn's sampled tokens and the discounted return of the next turn's, on all of its tokens."""
+"""REINFORCE over segments: the rewards of a turn's sampled tokens and the discounted return of the next turn's, on all
+of its tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from turnwise_grpo.config import ReturnConfig
 
 
 class AgenticReinforce:
-    """A = G_k = Σ of the token rewards in segment k + γ·G_{k+1}, one value per segment (the sampled tokens of one turn).
+    """A = G_k = Σ of the token rewards in segment k + γ·G_{k+1}, one value per segment (the sampled tokens of one
+    turn).
 
-    γ discounts from segment to segment, not from token to token. A KL penalty in the reward is part of the token rewards.
+    γ discounts from segment to segment, not from token to token. A KL penalty in the reward is part of the token
+    rewards.
     """
 
     token_rewards: bool = True

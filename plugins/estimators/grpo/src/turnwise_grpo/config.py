@@ -15,7 +15,8 @@ from turnwise.errors import Problem
 class ScoreConfig:
     """Options of the estimators that give a trajectory one value: `grpo`, `rloo`, `reinforce_plus_plus_baseline`.
 
-    `reward_normalization`: how scores are normalised first. None: `mean_std` in `traj_group_id` for grpo, `identity` for the others.
+    `reward_normalization`: how scores are normalised first. None: `mean_std` in `traj_group_id` for grpo, `identity`
+    for the others.
     """
 
     reward_normalization: RewardNormalization | None = None
@@ -37,7 +38,8 @@ class ReturnConfig:
 class StepConfig:
     """Options of `step_reinforce`.
 
-    `step_reward_gamma`: the discount per turn, in [0, 1]. `reward_normalization`: how the turns' returns are normalised, over turns; None:
+    `step_reward_gamma`: the discount per turn, in [0, 1]. `reward_normalization`: how the turns' returns are
+    normalised, over turns; None:
     `mean` in `traj_group_id`.
     """
 
@@ -45,6 +47,11 @@ class StepConfig:
     reward_normalization: RewardNormalization | None = None
 
     def check(self, run: Any) -> Iterator[Problem]:
-        """`gamma` discounts tokens, which this estimator does not; without a KL penalty in the reward nothing reads it."""
+        """`gamma` discounts tokens, which this estimator does not; without a KL penalty in the reward nothing reads
+        it."""
         if run.gamma != 1.0 and run.init_kl_coef == 0:
-            yield Problem("step_reward_gamma", f"{self.step_reward_gamma} is the discount from turn to turn, not gamma {run.gamma}", warning=True)
+            yield Problem(
+                "step_reward_gamma",
+                f"{self.step_reward_gamma} is the discount from turn to turn, not gamma {run.gamma}",
+                warning=True,
+            )

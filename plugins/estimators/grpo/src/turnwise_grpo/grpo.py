@@ -1,4 +1,5 @@
-"""GRPO: the score normalised in its group, on every sampled token of the trajectory (Shao et al. 2024, arXiv 2402.03300)."""
+"""GRPO: the score normalised in its group, on every sampled token of the trajectory (Shao et al. 2024, arXiv
+2402.03300)."""
 
 from __future__ import annotations
 

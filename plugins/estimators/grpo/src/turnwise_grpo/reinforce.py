@@ -12,7 +12,8 @@ from turnwise_grpo.config import ReturnConfig
 
 
 class Reinforce:
-    """A_t = G_t = r_t + γ·G_{t+1} over the trajectory's sampled tokens; observations are skipped, not discounted through."""
+    """A_t = G_t = r_t + γ·G_{t+1} over the trajectory's sampled tokens; observations are skipped, not discounted
+    through."""
 
     token_rewards: bool = True
     whiten: bool = False
@@ -24,5 +25,7 @@ class Reinforce:
     def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """(advantages, returns), float64 [T]; the advantages are the returns."""
         rewards = normalised_token_rewards(batch, self.normalization)[batch.sampled]
-        returns = sampled_to_tokens(batch, discounted_sums(rewards, batch.tokens["trajectory"][batch.sampled], self.gamma))
+        returns = sampled_to_tokens(
+            batch, discounted_sums(rewards, batch.tokens["trajectory"][batch.sampled], self.gamma)
+        )
         return returns.copy(), returns

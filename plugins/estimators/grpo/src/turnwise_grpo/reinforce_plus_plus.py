@@ -12,7 +12,8 @@ from turnwise_grpo.config import ReturnConfig
 
 
 class ReinforcePlusPlus:
-    """A_t = G_t = r_t + γ·G_{t+1} over the trajectory's sampled tokens; the pipeline then whitens A (`whiten`), G is stored before it."""
+    """A_t = G_t = r_t + γ·G_{t+1} over the trajectory's sampled tokens; the pipeline then whitens A (`whiten`), G is
+    stored before it."""
 
     token_rewards: bool = True
     whiten: bool = True
@@ -24,5 +25,7 @@ class ReinforcePlusPlus:
     def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """(advantages before whitening, returns), float64 [T]."""
         rewards = normalised_token_rewards(batch, self.normalization)[batch.sampled]
-        returns = sampled_to_tokens(batch, discounted_sums(rewards, batch.tokens["trajectory"][batch.sampled], self.gamma))
+        returns = sampled_to_tokens(
+            batch, discounted_sums(rewards, batch.tokens["trajectory"][batch.sampled], self.gamma)
+        )
         return returns.copy(), returns

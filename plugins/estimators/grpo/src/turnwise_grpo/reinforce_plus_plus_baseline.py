@@ -1,4 +1,5 @@
-"""REINFORCE++-baseline: the score minus its group's mean, whitened over all sampled tokens of the step (arXiv 2501.03262)."""
+"""REINFORCE++-baseline: the score minus its group's mean, whitened over all sampled tokens of the step (arXiv
+2501.03262)."""
 
 from __future__ import annotations
 

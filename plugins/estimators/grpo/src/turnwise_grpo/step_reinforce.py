@@ -12,7 +12,8 @@ from turnwise_grpo.config import StepConfig
 
 
 class StepReinforce:
-    """A = R_t normalised over turns, R_t = r_t + γ·R_{t+1} over the trajectory's turns, those without sampled tokens included."""
+    """A = R_t normalised over turns, R_t = r_t + γ·R_{t+1} over the trajectory's turns, those without sampled tokens
+    included."""
 
     # The turns of one trajectory are compared too.
     capabilities = EstimatorCapabilities(compares_in_groups=False)

@@ -1,4 +1,5 @@
-"""CISPO: clip the importance weight, not the update, so that every token keeps a gradient (MiniMax 2025, arXiv 2506.13585)."""
+"""CISPO: clip the importance weight, not the update, so that every token keeps a gradient (MiniMax 2025, arXiv
+2506.13585)."""
 
 from __future__ import annotations
 

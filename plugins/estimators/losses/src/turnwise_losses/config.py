@@ -42,7 +42,9 @@ class PpoConfig:
     def check(self, run: Any) -> Iterator[Problem]:
         """A bound that nothing reads."""
         if self.dual_clip_c is not None and not self.dual_clip_loss:
-            yield Problem("dual_clip_c", "has no effect: dual_clip_loss is false. Fix: dual_clip_loss: true", warning=True)
+            yield Problem(
+                "dual_clip_c", "has no effect: dual_clip_loss is false. Fix: dual_clip_loss: true", warning=True
+            )
 
 
 @frozen
@@ -67,7 +69,8 @@ class TisConfig:
 
 @frozen
 class ToprConfig:
-    """`topr_sign`: by what a trajectory is positive, its mean `advantage` ≥ 0 or its `score` > 0; `topr_weight_*`: the weight of each side."""
+    """`topr_sign`: by what a trajectory is positive, its mean `advantage` ≥ 0 or its `score` > 0; `topr_weight_*`: the
+    weight of each side."""
 
     capabilities: ClassVar[LossCapabilities] = LossCapabilities()
     topr_sign: Literal["advantage", "score"] = "advantage"
@@ -105,7 +108,10 @@ class GspoConfig:
         """A ratio per row depends on how rows are cut."""
         for tag, env in run.custom_envs.items() if self.gspo_level == "sample" else ():
             if declared(ManagerCapabilities, env.env_manager.name, env.env_manager.config).joins_turns:
-                text = f"sample: the env_manager of {tag} joins turns into rows, and a ratio per row makes the loss depend on how well turns join"
+                text = (
+                    f"sample: the env_manager of {tag} joins turns into rows, and a ratio per row makes the loss depend"
+                    " on how well turns join"
+                )
                 yield Problem("gspo_level", f"{text}. Fix: gspo_level: segment", warning=True)
 
 
@@ -128,7 +134,8 @@ class SapoConfig:
 
 @frozen
 class DppoConfig:
-    """`dppo_mask`: the divergence; `dppo_delta`: the trust region, by default .2 for `binary_tv` and .05 for `binary_kl`."""
+    """`dppo_mask`: the divergence; `dppo_delta`: the trust region, by default .2 for `binary_tv` and .05 for
+    `binary_kl`."""
 
     capabilities: ClassVar[LossCapabilities] = LossCapabilities(own_ratio=True, needs_infer_log_probs=True)
     dppo_mask: Literal["binary_tv", "binary_kl"] = "binary_tv"

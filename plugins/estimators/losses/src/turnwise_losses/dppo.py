@@ -1,4 +1,5 @@
-"""DPPO: a trust region on the sampler's and the current probability of the token, in place of a clipped ratio (arXiv 2602.04879)."""
+"""DPPO: a trust region on the sampler's and the current probability of the token, in place of a clipped ratio (arXiv
+2602.04879)."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from turnwise_losses.config import DppoConfig
 class DppoLoss:
     """L = −M·(p/q)·A, q the sampler's probability of the token, p the current one. M is 0 or 1 and carries no gradient.
 
-    `binary_tv`: M = 0 where A > 0 and p − q > δ, or A < 0 and q − p > δ. `binary_kl`: M = 0 where the divergence of the two-way choice
-    (this token or another), q·ln(q/p) + (1−q)·ln((1−q)/(1−p)), is over δ and p has moved to where A pushes it.
+    `binary_tv`: M = 0 where A > 0 and p − q > δ, or A < 0 and q − p > δ. `binary_kl`: M = 0 where the divergence of the
+    two-way choice (this token or another), q·ln(q/p) + (1−q)·ln((1−q)/(1−p)), is over δ and p has moved to where A
+    pushes it.
     """
 
     def __init__(self, config: DppoConfig, context: LossContext | None = None) -> None:

@@ -1,4 +1,5 @@
-"""GMPO: the geometric mean of a segment's clipped ratios in place of their arithmetic mean (Zhao et al. 2025, arXiv 2507.20673)."""
+"""GMPO: the geometric mean of a segment's clipped ratios in place of their arithmetic mean (Zhao et al. 2025, arXiv
+2507.20673)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from turnwise_losses.segments import segment_means, segments_of, token_log_ratio
 class GmpoLoss:
     """L = −A·exp(mean of c over the segment) on each token of a segment, A the segment's mean advantage.
 
-    c = g·min(g·d, g·clip(d, ±clip)), g = sign(A): the log-ratio, bounded where A would push it further. The gradient runs through the mean.
+    c = g·min(g·d, g·clip(d, ±clip)), g = sign(A): the log-ratio, bounded where A would push it further. The gradient
+    runs through the mean.
     """
 
     def __init__(self, config: GmpoConfig, context: LossContext | None = None) -> None:

@@ -1,4 +1,5 @@
-"""GSPO: the clipped surrogate on the ratio of a whole response (Zheng et al. 2025, arXiv 2507.18071, its token form)."""
+"""GSPO: the clipped surrogate on the ratio of a whole response (Zheng et al. 2025, arXiv 2507.18071, its token
+form)."""
 
 from __future__ import annotations
 

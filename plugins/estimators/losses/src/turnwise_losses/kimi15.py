@@ -1,4 +1,5 @@
-"""Kimi k1.5's surrogate: the policy gradient with a quadratic pull to the old policy in place of a ratio (arXiv 2501.12599)."""
+"""Kimi k1.5's surrogate: the policy gradient with a quadratic pull to the old policy in place of a ratio (arXiv
+2501.12599)."""
 
 from __future__ import annotations
 

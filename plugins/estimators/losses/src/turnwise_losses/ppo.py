@@ -1,4 +1,5 @@
-"""PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347) with two bounds and the dual clip (Ye et al. 2020, arXiv 1912.09729)."""
+"""PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347) with two bounds and the dual clip (Ye et al. 2020,
+arXiv 1912.09729)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ class PpoLoss:
         self.high = config.pg_clip if config.pg_clip_high is None else config.pg_clip_high
         # verl and SkyRL take 3, whatever the clip.
         default_c = 1 + 2 * config.pg_clip
-        self.dual_c = (default_c if config.dual_clip_c is None else config.dual_clip_c) if config.dual_clip_loss else None
+        self.dual_c = (
+            (default_c if config.dual_clip_c is None else config.dual_clip_c) if config.dual_clip_loss else None
+        )
 
     def loss(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss [R]; metric `clip_frac`: 1 where one of the clips changed the token's loss, else 0."""

@@ -10,7 +10,8 @@ from turnwise_losses.config import SapoConfig
 
 
 class SapoLoss:
-    """L = −(4/τ)·sigmoid(τ(ρ−1))·A, with one τ where A > 0 and another elsewhere: at ρ = 1 the gradient is the policy gradient's."""
+    """L = −(4/τ)·sigmoid(τ(ρ−1))·A, with one τ where A > 0 and another elsewhere: at ρ = 1 the gradient is the policy
+    gradient's."""
 
     def __init__(self, config: SapoConfig, context: LossContext | None = None) -> None:
         self.positive, self.negative = config.sapo_tau_pos, config.sapo_tau_neg

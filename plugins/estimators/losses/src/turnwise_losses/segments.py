@@ -13,7 +13,8 @@ ROUNDING = 1e-6
 
 
 def segments_of(view: LossView, level: str = "segment") -> Tensor:
-    """int64 [R]: dense numbers from 0, equal on the tokens of one (trajectory, turn), or with level `sample` of one row."""
+    """int64 [R]: dense numbers from 0, equal on the tokens of one (trajectory, turn), or with level `sample` of one
+    row."""
     labels = view.sample if level == "sample" else torch.stack([view.trajectory, view.turn])
     # Dense, because the means count with bincount, which has a slot for every number up to the largest.
     return torch.unique(labels, dim=-1, return_inverse=True)[1]

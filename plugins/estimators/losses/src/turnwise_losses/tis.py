@@ -1,4 +1,5 @@
-"""Truncated importance sampling: the policy gradient under a bounded, constant ratio (Espeholt et al. 2018, arXiv 1802.01561)."""
+"""Truncated importance sampling: the policy gradient under a bounded, constant ratio (Espeholt et al. 2018, arXiv
+1802.01561)."""
 
 from __future__ import annotations
 

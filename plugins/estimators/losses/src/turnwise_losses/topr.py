@@ -1,4 +1,5 @@
-"""Tapered off-policy REINFORCE: good trajectories unweighted, bad ones under a truncated ratio (Le Roux et al. 2025, arXiv 2503.14286)."""
+"""Tapered off-policy REINFORCE: good trajectories unweighted, bad ones under a truncated ratio (Le Roux et al. 2025,
+arXiv 2503.14286)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from turnwise_losses.segments import ROUNDING
 class ToprLoss:
     """L = −w⁺·A·lp on the tokens of a positive trajectory, −w⁻·sg(clip(ρ, 0, 1))·A·lp on those of a negative one.
 
-    A trajectory is positive by its mean advantage ≥ 0, or with `topr_sign: score` by its score > 0. Both come from the pipeline, as the
-    columns `trajectory_advantages` and `scores`: a micro-batch may not hold the whole trajectory.
+    A trajectory is positive by its mean advantage ≥ 0, or with `topr_sign: score` by its score > 0. Both come from the
+    pipeline, as the columns `trajectory_advantages` and `scores`: a micro-batch may not hold the whole trajectory.
     """
 
     def __init__(self, config: ToprConfig, context: LossContext | None = None) -> None:

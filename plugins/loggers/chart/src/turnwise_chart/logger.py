@@ -31,7 +31,9 @@ class ChartLogger:
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep what the panels show; NaN and infinities leave a gap."""
         for name, value in metrics.items():
-            if math.isfinite(value) and any(fnmatch.fnmatchcase(name, p) for panel in self._config.panels for p in panel):
+            if math.isfinite(value) and any(
+                fnmatch.fnmatchcase(name, p) for panel in self._config.panels for p in panel
+            ):
                 self._points.setdefault(name, []).append((step, float(value)))
         self._logged += 1
         if self._logged % self._config.every == 0:

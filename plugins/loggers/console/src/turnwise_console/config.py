@@ -20,8 +20,8 @@ DEFAULT_KEYS = (
 
 @frozen
 class ConsoleConfig:
-    """`keys`: the metrics to show, in this order; `*` in a name stands for a tag, and names under `val/` go to the line of an
-    evaluation. `progress`: draw a progress bar where the output is a terminal."""
+    """`keys`: the metrics to show, in this order; `*` in a name stands for a tag, and names under `val/` go to the line
+    of an evaluation. `progress`: draw a progress bar where the output is a terminal."""
 
     keys: tuple[str, ...] = DEFAULT_KEYS
     progress: bool = True

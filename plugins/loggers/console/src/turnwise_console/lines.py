@@ -59,7 +59,8 @@ def _label(key: str, name: str) -> str:
 
 
 def step_line(metrics: Mapping[str, float], keys: Iterable[str]) -> str:
-    """The numbers of a training step in columns; a tag is named only where two of them share a label. '' if there is nothing to show."""
+    """The numbers of a training step in columns; a tag is named only where two of them share a label. '' if there is
+    nothing to show."""
     shown = select(metrics, keys)
     labels = [item.label for item in shown]
     cells = []

@@ -1,4 +1,5 @@
-"""The console logger: one line a step, one per evaluated tag, and below them a progress bar where the output is a terminal."""
+"""The console logger: one line a step, one per evaluated tag, and below them a progress bar where the output is a
+terminal."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ class ConsoleLogger:
             # A step is logged when it has ended, so one more than its number is done.
             eta = self._eta(step + 1)
             # The bar has a column for the time left.
-            self._print(f"step {self._position(step)}", shown if self._bar or not eta else f"{shown}  eta {eta}", "bold green")
+            self._print(
+                f"step {self._position(step)}", shown if self._bar or not eta else f"{shown}  eta {eta}", "bold green"
+            )
             self._advance(step + 1, train, eta)
 
     def _position(self, step: int) -> str:

@@ -1,4 +1,5 @@
-"""The jsonl logger: append-only files of one JSON object a line, flushed every step, cut back to a step when a run resumes."""
+"""The jsonl logger: append-only files of one JSON object a line, flushed every step, cut back to a step when a run
+resumes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ class JsonlLogger:
     def trajectories(self, step: int, split: str, trajectories: Sequence[Trajectory]) -> None:
         """One line per trajectory, in the given order."""
         if self._config.trajectories and (split != "train" or step % self._config.every == 0):
-            self._write(self._trajectories / f"{split}.jsonl", (trajectory_record(step, trajectory) for trajectory in trajectories))
+            self._write(
+                self._trajectories / f"{split}.jsonl",
+                (trajectory_record(step, trajectory) for trajectory in trajectories),
+            )
 
     def artifact(self, step: int, name: str, path: Path) -> None:
         """Files are not logged here: they already lie in the run's folder."""

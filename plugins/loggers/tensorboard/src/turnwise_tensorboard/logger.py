@@ -42,7 +42,9 @@ class TensorboardLogger:
         size = image_size(encoded)
         if size is not None:
             image = Summary.Image(width=size[0], height=size[1], colorspace=RGB, encoded_image_string=encoded)
-            self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=[Summary.Value(tag=name, image=image)])))
+            self._add(
+                Event(wall_time=time.time(), step=step, summary=Summary(value=[Summary.Value(tag=name, image=image)]))
+            )
 
     def resume(self, step: int) -> None:
         """Mark a new start at `step`: TensorBoard then hides what earlier files hold for it and later."""

@@ -1,4 +1,5 @@
-"""`copy`, `delete`, `random_sample`, `auto`, `none`: updates of U rows, and what becomes of the N mod U rows that do not fill one."""
+"""`copy`, `delete`, `random_sample`, `auto`, `none`: updates of U rows, and what becomes of the N mod U rows that do
+not fill one."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Delete:
 
 
 class RandomSample:
-    """Exactly one update of U random rows, also when N is a multiple of U. Fewer than U rows are filled up as `copy` does."""
+    """Exactly one update of U random rows, also when N is a multiple of U. Fewer than U rows are filled up as `copy`
+    does."""
 
     def __init__(self, config: NoOptions, context: AdjustContext) -> None:
         self.unit = _checked_unit(context)
@@ -95,12 +97,16 @@ class Remainder:
 
 def _checked_unit(context: AdjustContext) -> int:
     if context.unit < 1:
-        raise ConfigError(f"batch_adjust_mode: the effective batch U (per device × accumulation × ranks) is {context.unit}, not positive")
+        raise ConfigError(
+            f"batch_adjust_mode: the effective batch U (per device × accumulation × ranks) is {context.unit}, not"
+            " positive"
+        )
     return context.unit
 
 
 def _filled(n: int, unit: int, rng: np.random.Generator) -> list[PlannedUpdate]:
-    """All n rows and random copies up to the next multiple of `unit`, shuffled. No row is copied a second time before every row was once."""
+    """All n rows and random copies up to the next multiple of `unit`, shuffled. No row is copied a second time before
+    every row was once."""
     if not n:
         return []
     # resize repeats the permutation: every row is copied once before one is copied twice.

@@ -12,15 +12,17 @@ from turnwise_batching.config import NoOptions
 
 
 class ByTrajectory:
-    """Always rollout_batch_size / U updates. The trajectories that arrived, zero-row ones too, are shuffled and dealt into that many
-    nearly equal parts; a trajectory's rows stay together. Nothing is dropped or copied. Without a single row there is no update."""
+    """Always rollout_batch_size / U updates. The trajectories that arrived, zero-row ones too, are shuffled and dealt
+    into that many nearly equal parts; a trajectory's rows stay together. Nothing is dropped or copied. Without a single
+    row there is no update."""
 
     def __init__(self, config: NoOptions, context: AdjustContext) -> None:
         if context.unit < 1 or context.rollout_batch_size % context.unit:
             raise ConfigError(
-                f"batch_adjust_mode by_trajectory: rollout_batch_size {context.rollout_batch_size} is not a multiple of the effective batch "
-                f"U = per_device_train_batch_size × gradient_accumulation_steps × data-parallel size = {context.unit}. "
-                "Fix: change one of them, or use batch_adjust_mode copy, delete or auto, which count rows"
+                f"batch_adjust_mode by_trajectory: rollout_batch_size {context.rollout_batch_size} is not a multiple of"
+                " the effective batch U = per_device_train_batch_size × gradient_accumulation_steps × data-parallel"
+                f" size = {context.unit}. Fix: change one of them, or use batch_adjust_mode copy, delete or auto, which"
+                " count rows"
             )
         self.parts = context.rollout_batch_size // context.unit
 

@@ -37,18 +37,30 @@ class ByTrajectoryConfig(NoOptions):
             if batch % unit == 0:
                 continue
             # Another accumulation alone mends it only where the other two factors divide the batch.
-            fix = f"gradient_accumulation_steps: {_divisor(batch // mini, steps)}" if batch % mini == 0 else "make it divide"
-            sizes = f"per_device_train_batch_size {args.per_device_train_batch_size} × gradient_accumulation_steps {steps}"
-            text = f"U = {sizes} × data-parallel size {ranks} = {unit} does not divide rollout_batch_size {batch}. Fix: {fix}"
+            fix = (
+                f"gradient_accumulation_steps: {_divisor(batch // mini, steps)}"
+                if batch % mini == 0
+                else "make it divide"
+            )
+            sizes = (
+                f"per_device_train_batch_size {args.per_device_train_batch_size} × gradient_accumulation_steps {steps}"
+            )
+            text = (
+                f"U = {sizes} × data-parallel size {ranks} = {unit} does not divide rollout_batch_size {batch}. Fix:"
+                f" {fix}"
+            )
             yield Problem(f"$.{name}.training_args.gradient_accumulation_steps", text)
 
 
 def _ranks(role: Any) -> int:
-    """How many ranks of a role see different rows, as its strategy declares; one where it cannot be asked, which is reported where it is named.
+    """How many ranks of a role see different rows, as its strategy declares; one where it cannot be asked, which is
+    reported where it is named.
     Raises ValueError: devices that its sizes do not divide."""
     choice = role.strategy_args
     try:
-        known = declared(StrategyCapabilities, choice.name, choice.config) if choice is not None else StrategyCapabilities()
+        known = (
+            declared(StrategyCapabilities, choice.name, choice.config) if choice is not None else StrategyCapabilities()
+        )
     except PluginError:
         known = StrategyCapabilities()
     return known.data_parallel_size(max(1, len(role.device_mapping))) if known.data_parallel_size is not None else 1

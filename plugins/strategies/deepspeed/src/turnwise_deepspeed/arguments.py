@@ -1,4 +1,5 @@
-"""From our configuration to DeepSpeed's: what is set here, and every other name compared with what DeepSpeed itself reads."""
+"""From our configuration to DeepSpeed's: what is set here, and every other name compared with what DeepSpeed itself
+reads."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def engine_config(config: DeepspeedConfig, context: TrainContext) -> dict[str, A
     # `auto` means that the run sets the value, as it does for a trainer elsewhere: here it is as if left out.
     zero = {**_without_auto(config.zero_optimization), "stage": stage}
     if stage != 2:
-        zero.setdefault("overlap_comm", False)  # elsewhere DeepSpeed supports it only with a fixed number of micro-batches
+        zero.setdefault(
+            "overlap_comm", False
+        )  # elsewhere DeepSpeed supports it only with a fixed number of micro-batches
     settings = {
         **{name: value for name, value in _without_auto(config.engine_args).items() if name not in OURS},
         **FIXED,
@@ -88,7 +91,9 @@ def _conflicts(config: DeepspeedConfig, where: str) -> Iterator[Problem]:
             yield Problem(f"{where}.{name}", f"always {_yaml(FIXED[name])} here, got {_yaml(value)}. Fix: leave it out")
         elif name in OTHER_FORMS:
             yield Problem(
-                f"{where}.{name}", "this strategy shards by ZeRO alone. Fix: leave it out, or strategy_name: megatron for other forms of parallelism"
+                f"{where}.{name}",
+                "this strategy shards by ZeRO alone. Fix: leave it out, or strategy_name: megatron for other forms of"
+                " parallelism",
             )
 
 
@@ -96,25 +101,34 @@ def _combinations(config: DeepspeedConfig, where: str) -> Iterator[Problem]:
     stage, zero = config.zero_stage, config.zero_optimization
     if config.offloads("param") and stage != 3:
         yield Problem(
-            f"{where}.zero_optimization.offload_param", f"only stage 3 offloads weights, this is stage {stage}. Fix: stage: 3, or leave it out"
+            f"{where}.zero_optimization.offload_param",
+            f"only stage 3 offloads weights, this is stage {stage}. Fix: stage: 3, or leave it out",
         )
     if config.offloads("optimizer") and stage == 0:
         yield Problem(
-            f"{where}.zero_optimization.offload_optimizer", "stage 0 has no sharded optimizer to offload. Fix: stage: 1, 2 or 3, or leave it out"
+            f"{where}.zero_optimization.offload_optimizer",
+            "stage 0 has no sharded optimizer to offload. Fix: stage: 1, 2 or 3, or leave it out",
         )
     if zero.get("overlap_comm") is True and stage in (0, 1):
-        yield Problem(f"{where}.zero_optimization.overlap_comm", f"not at stage {stage}, where the number of micro-batches varies. Fix: leave it out")
+        yield Problem(
+            f"{where}.zero_optimization.overlap_comm",
+            f"not at stage {stage}, where the number of micro-batches varies. Fix: leave it out",
+        )
     if zero.get("zenflow") is not None:
-        yield Problem(f"{where}.zero_optimization.zenflow", "it steps with gradients of earlier updates. Fix: leave it out")
+        yield Problem(
+            f"{where}.zero_optimization.zenflow", "it steps with gradients of earlier updates. Fix: leave it out"
+        )
     if config.zero_force_ds_cpu_optimizer and not config.offloads("optimizer"):
         yield Problem(
             f"{where}.zero_force_ds_cpu_optimizer",
-            "DeepSpeedCPUAdam steps an optimizer that is offloaded. Fix: zero_optimization: {offload_optimizer: {device: cpu}}, or leave it out",
+            "DeepSpeedCPUAdam steps an optimizer that is offloaded. Fix: zero_optimization: {offload_optimizer:"
+            " {device: cpu}}, or leave it out",
         )
 
 
 class _Recording(dict[str, Any]):
-    """A dictionary that remembers for which keys it was asked, copies included: those are the names that a parser knows."""
+    """A dictionary that remembers for which keys it was asked, copies included: those are the names that a parser
+    knows."""
 
     asked: ClassVar[set[str]] = set()
 
@@ -161,7 +175,10 @@ def _unknown(config: DeepspeedConfig, context: TrainContext, where: str) -> Iter
 def _invalid(error: Any, where: str) -> Iterator[Problem]:
     """One problem for each thing that a class of DeepSpeed found; `error` is pydantic's."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
 
     models = [DeepSpeedZeroConfig, DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig]
     model = next((m for m in models if m.__name__ == error.title), None)
@@ -171,7 +188,11 @@ def _invalid(error: Any, where: str) -> Iterator[Problem]:
         inner = {"offload_optimizer": models[1], "offload_param": models[2]}.get(str(path[-1])) if path else model
         place = ".".join([block, *map(str, path)])
         if found["type"] == "extra_forbidden":
-            known = [] if inner is None else [key for field, info in inner.model_fields.items() for key in (field, info.alias) if key]
+            known = (
+                []
+                if inner is None
+                else [key for field, info in inner.model_fields.items() for key in (field, info.alias) if key]
+            )
             yield Problem(place, f"DeepSpeed has no option {str(name)!r}.{did_you_mean(str(name), known)}")
         else:
             yield Problem(f"{place}.{name}" if name != "" else place, f"{found['msg']}, got {found['input']!r}")
@@ -179,7 +200,9 @@ def _invalid(error: Any, where: str) -> Iterator[Problem]:
 
 def _without_auto(block: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: _without_auto(value) if isinstance(value, Mapping) else value for name, value in block.items() if value is not None and value != "auto"
+        name: _without_auto(value) if isinstance(value, Mapping) else value
+        for name, value in block.items()
+        if value is not None and value != "auto"
     }
 
 

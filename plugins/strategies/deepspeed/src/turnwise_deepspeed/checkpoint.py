@@ -1,4 +1,5 @@
-"""The state of a role on disk: DeepSpeed's checkpoint, and beside it each process's random state with what it belongs to."""
+"""The state of a role on disk: DeepSpeed's checkpoint, and beside it each process's random state with what it belongs
+to."""
 
 from __future__ import annotations
 
@@ -37,9 +38,11 @@ def facts(model: nn.Module, context: TrainContext, stage: int) -> dict[str, str]
     }
 
 
-def save(folder: Path, engine: Any, context: TrainContext, expected: dict[str, str], updates: int, device: torch.device) -> None:
-    """Write this process's part to `folder`; all processes of the role do. A reference has its weights from the model's folder, and saves
-    its random state alone."""
+def save(
+    folder: Path, engine: Any, context: TrainContext, expected: dict[str, str], updates: int, device: torch.device
+) -> None:
+    """Write this process's part to `folder`; all processes of the role do. A reference has its weights from the model's
+    folder, and saves its random state alone."""
     if context.trainable:
         try:
             engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=_partly(engine))
@@ -59,7 +62,10 @@ def load(folder: Path, engine: Any, context: TrainContext, expected: dict[str, s
     # Rank 0's part first, for it is there whatever the number of processes was; it says what differs.
     first = read_state(folder / _part(0), {name: value for name, value in expected.items() if name != "parameters"})[1]
     if first.get("parameters") != expected["parameters"]:
-        raise CheckpointError(f"the training state in {folder} belongs to another model than {context.model}. Fix: the pretrain of that run")
+        raise CheckpointError(
+            f"the training state in {folder} belongs to another model than {context.model}. Fix: the pretrain of"
+            " that run"
+        )
     tensors, found = read_state(folder / _part(context.ranks.rank), expected)
     if context.trainable:
         try:
@@ -74,10 +80,13 @@ def load(folder: Path, engine: Any, context: TrainContext, expected: dict[str, s
             if is_out_of_memory(error):
                 raise
             raise CheckpointError(
-                f"the training state in {folder} is cut short or damaged: {first_line(error)}. Fix: resume from an older checkpoint"
+                f"the training state in {folder} is cut short or damaged: {first_line(error)}. Fix: resume from an"
+                " older checkpoint"
             ) from error
         if path is None:
-            raise CheckpointError(f"there is no training state in {folder}. Fix: resume from a checkpoint that this strategy saved")
+            raise CheckpointError(
+                f"there is no training state in {folder}. Fix: resume from a checkpoint that this strategy saved"
+            )
     torch.set_rng_state(tensors["rng/cpu"])
     if "rng/cuda" in tensors and device.type == "cuda":
         torch.cuda.set_rng_state(tensors["rng/cuda"], device)
@@ -86,7 +95,8 @@ def load(folder: Path, engine: Any, context: TrainContext, expected: dict[str, s
 
 @contextmanager
 def _tensors_and_numbers_alone() -> Iterator[None]:
-    """torch.load refuses meanwhile what may run code. DeepSpeed asks for all of a pickle, in several places: only torch's variable overrules it."""
+    """torch.load refuses meanwhile what may run code. DeepSpeed asks for all of a pickle, in several places: only
+    torch's variable overrules it."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

@@ -29,7 +29,10 @@ def prepare_cpu_adam() -> None:
             builder.load(verbose=False)
     except Exception as error:  # DeepSpeed's own, torch's, those of the compiler's process
         reason = first_line(error).rstrip(".")[:300]
-        fix = f"a C++ compiler and ninja, a folder that can be written to as {_ROOT}, or zero_force_ds_cpu_optimizer: false"
+        fix = (
+            f"a C++ compiler and ninja, a folder that can be written to as {_ROOT}, or zero_force_ds_cpu_optimizer:"
+            " false"
+        )
         raise MachineError(f"DeepSpeedCPUAdam cannot be compiled: {reason}. Fix: {fix}") from error
 
 
@@ -37,9 +40,11 @@ def prepare_cpu_adam() -> None:
 def building_alone(name: str) -> Iterator[None]:
     """One process of this machine at a time builds the extension, in a folder that nobody else builds in.
 
-    torch marks a build with a file. One that was killed leaves it, and every later one waits for it, for ever and without a word. The lock
-    here ends with its process: who has it and finds the file begins anew, in a new folder, in which a compiler that outlived its build writes
-    nothing. Machines that share the root have folders of their own, as not every file system locks between them.
+    torch marks a build with a file. One that was killed leaves it, and every later one waits for it, for ever and
+    without a word. The lock
+    here ends with its process: who has it and finds the file begins anew, in a new folder, in which a compiler that
+    outlived its build writes nothing. Machines that share the root have folders of their own, as not every file system
+    locks between them.
     """
     given = os.environ.get(_ROOT)
     root = Path(given or cpp_extension.get_default_build_root())

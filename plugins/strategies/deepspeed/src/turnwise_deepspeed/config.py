@@ -20,7 +20,9 @@ def _zero(instance: Any, attribute: Attribute[Any], value: Mapping[str, Any]) ->
         raise ValueError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
     for key in ("offload_optimizer", "offload_param"):
         block = value.get(key)
-        if block is not None and not (isinstance(block, Mapping) and block.get("device", "none") in ("none", "cpu", "nvme")):
+        if block is not None and not (
+            isinstance(block, Mapping) and block.get("device", "none") in ("none", "cpu", "nvme")
+        ):
             raise ValueError(f"zero_optimization.{key} must be a mapping with device none, cpu or nvme, got {block!r}")
 
 
@@ -28,8 +30,9 @@ def _zero(instance: Any, attribute: Attribute[Any], value: Mapping[str, Any]) ->
 class DeepspeedConfig:
     """DeepSpeed's configuration by its own names; keys without a field here are collected in `engine_args`.
 
-    `stage` is short for `zero_optimization: {stage: …}`; ValueError when the two disagree. `betas` and `eps` are AdamW's, which is torch's
-    own, or with `zero_force_ds_cpu_optimizer` DeepSpeedCPUAdam (compiled when it is first used; needs an offloaded optimizer).
+    `stage` is short for `zero_optimization: {stage: …}`; ValueError when the two disagree. `betas` and `eps` are
+    AdamW's, which is torch's own, or with `zero_force_ds_cpu_optimizer` DeepSpeedCPUAdam (compiled when it is first
+    used; needs an offloaded optimizer).
     `logits_chunk`: tokens whose logits exist at a time (0: as many as hold 2²⁶ logits).
     """
 
@@ -43,11 +46,14 @@ class DeepspeedConfig:
 
     def __attrs_post_init__(self) -> None:
         if self.stage is not None and self.zero_optimization.get("stage", self.stage) != self.stage:
-            raise ValueError(f"stage {self.stage} and zero_optimization.stage {self.zero_optimization['stage']} are the same option")
+            raise ValueError(
+                f"stage {self.stage} and zero_optimization.stage {self.zero_optimization['stage']} are the same option"
+            )
 
     @property
     def zero_stage(self) -> int:
-        """0: nothing is sharded, 1: the optimizer, 2: gradients too, 3: weights too. 2 where none is named: 0 and 1 sum gradients in bf16."""
+        """0: nothing is sharded, 1: the optimizer, 2: gradients too, 3: weights too. 2 where none is named: 0 and 1 sum
+        gradients in bf16."""
         return int(self.zero_optimization.get("stage", 2) if self.stage is None else self.stage)
 
     def offloads(self, what: str) -> bool:
@@ -66,10 +72,16 @@ class DeepspeedConfig:
     def memory(self, facts: Mapping[str, Any]) -> dict[str, int]:
         """Bytes on one device: `weights`, `gradients`, `optimizer`; `cpu`: what is offloaded from it.
 
-        `facts`: `parameters` (a count), `dtype`, `world` (devices), `trainable` (default true). Sharded as in ZeRO (Rajbhandari et al.
-        2020, arXiv 1910.02054, section 3): 16-bit weights and gradients of 2 bytes, fp32 masters and two moments of 12.
+        `facts`: `parameters` (a count), `dtype`, `world` (devices), `trainable` (default true). Sharded as in ZeRO
+        (Rajbhandari et al. 2020, arXiv 1910.02054, section 3): 16-bit weights and gradients of 2 bytes, fp32 masters
+        and two moments of 12.
         """
-        count, width, world, stage = int(facts["parameters"]), BYTES[facts["dtype"]], int(facts["world"]), self.zero_stage
+        count, width, world, stage = (
+            int(facts["parameters"]),
+            BYTES[facts["dtype"]],
+            int(facts["world"]),
+            self.zero_stage,
+        )
         weights = count * width // (world if stage >= 3 else 1)
         gradients = optimizer = 0
         if facts.get("trainable", True):

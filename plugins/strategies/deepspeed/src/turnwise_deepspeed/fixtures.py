@@ -1,4 +1,5 @@
-"""What the conformance kit needs to build the strategy: that of turnwise-torch, at stage 3 with every parameter sharded."""
+"""What the conformance kit needs to build the strategy: that of turnwise-torch, at stage 3 with every parameter
+sharded."""
 
 from __future__ import annotations
 

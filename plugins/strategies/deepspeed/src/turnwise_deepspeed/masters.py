@@ -1,4 +1,5 @@
-"""The optimizer under DeepSpeed: torch's AdamW, fp32 masters that start from the folder's own values, gradients that can be dropped."""
+"""The optimizer under DeepSpeed: torch's AdamW, fp32 masters that start from the folder's own values, gradients that
+can be dropped."""
 
 from __future__ import annotations
 
@@ -25,8 +26,11 @@ def round_to(model: nn.Module, dtype: torch.dtype) -> None:
             module.config.dtype = dtype
 
 
-def build_optimizer(deepspeed: Any, model: nn.Module, config: DeepspeedConfig, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019) over the trained parameters; those of one dimension (norms, biases) are not decayed."""
+def build_optimizer(
+    deepspeed: Any, model: nn.Module, config: DeepspeedConfig, weight_decay: float
+) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov & Hutter 2019) over the trained parameters; those of one dimension (norms, biases) are not
+    decayed."""
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -56,8 +60,8 @@ def set_masters(deepspeed: Any, engine: Any, stage: int, starts: Mapping[nn.Para
 def drop_gradients(engine: Any) -> None:
     """Forget every gradient: what an update that failed has summed, and what a step has used.
 
-    DeepSpeed overwrites its buffers with the gradients of the first micro-batch and adds the others'. A parameter that the first does not
-    use (a vision tower, an expert) would go on with what the update before left there.
+    DeepSpeed overwrites its buffers with the gradients of the first micro-batch and adds the others'. A parameter that
+    the first does not use (a vision tower, an expert) would go on with what the update before left there.
     """
     optimizer = engine.optimizer
     optimizer.zero_grad()
@@ -68,7 +72,10 @@ def drop_gradients(engine: Any) -> None:
         held = getattr(optimizer, name, {})
         for group in held:
             held[group] = None
-    masters = [*getattr(optimizer, "fp32_partitioned_groups_flat", ()), *getattr(optimizer, "single_partition_of_fp32_groups", ())]
+    masters = [
+        *getattr(optimizer, "fp32_partitioned_groups_flat", ()),
+        *getattr(optimizer, "single_partition_of_fp32_groups", ()),
+    ]
     buffers = [getattr(optimizer, "grad_partitions_flat_buffer", None), *(master.grad for master in masters)]
     for buffer in (*buffers, *getattr(optimizer, "accumulated_grads_in_cpu", {}).values()):
         if buffer is not None:

@@ -1,6 +1,7 @@
 """What an engine holds on its device, whatever the stage.
 
-DeepSpeed's own offloading moves the states of FusedAdam alone at stage 3, and has no method for masters kept at stage 0 or 1 in bf16."""
+DeepSpeed's own offloading moves the states of FusedAdam alone at stage 3, and has no method for masters kept at stage 0
+or 1 in bf16."""
 
 from __future__ import annotations
 
@@ -16,13 +17,19 @@ _WALKED = ("deepspeed.", "torch.optim.")
 
 
 def states(model: nn.Module, engine: Any, device: torch.device) -> list[Tensor]:
-    """The tensors on `device` (parameters and partitions of them, buffers, masters, moments, the engine's own buffers), some of them views of
-    others. `engine` None: the model's alone."""
+    """The tensors on `device` (parameters and partitions of them, buffers, masters, moments, the engine's own buffers),
+    some of them views of others. `engine` None: the model's alone."""
     parameters = list(model.parameters())
-    found = [*parameters, *model.buffers(), *(getattr(p, name) for p in parameters for name in _PARTITIONS if hasattr(p, name))]
+    found = [
+        *parameters,
+        *model.buffers(),
+        *(getattr(p, name) for p in parameters for name in _PARTITIONS if hasattr(p, name)),
+    ]
     if engine is not None:
         found += _reachable([engine.optimizer, engine.basic_optimizer])
-    found += [tensor.grad for tensor in found if isinstance(tensor, Tensor) and tensor.is_leaf and tensor.grad is not None]
+    found += [
+        tensor.grad for tensor in found if isinstance(tensor, Tensor) and tensor.is_leaf and tensor.grad is not None
+    ]
     return [tensor for tensor in found if isinstance(tensor, Tensor) and tensor.device.type == device.type]
 
 

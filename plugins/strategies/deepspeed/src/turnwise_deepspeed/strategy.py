@@ -1,4 +1,5 @@
-"""The strategy `deepspeed`: a transformers model under DeepSpeed's engine, ZeRO stages 0 to 3, on one and more processes."""
+"""The strategy `deepspeed`: a transformers model under DeepSpeed's engine, ZeRO stages 0 to 3, on one and more
+processes."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ T = TypeVar("T")
 class Caller(nn.Module):
     """The model as DeepSpeed's engine sees it: one forward pass is any function that uses the model.
 
-    So log-probs, whose head is called apart from the model, are one forward pass of the engine, and its hooks gather what they use."""
+    So log-probs, whose head is called apart from the model, are one forward pass of the engine, and its hooks gather
+    what they use."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -44,9 +46,12 @@ class Caller(nn.Module):
 
 
 class DeepspeedStrategy(ModelStrategy):
-    """Actor, critic (`head: value`) or reference (`trainable: false`), one process of them (see turnwise.contracts.train)."""
+    """Actor, critic (`head: value`) or reference (`trainable: false`), one process of them (see
+    turnwise.contracts.train)."""
 
-    savings = Savings(ModelStrategy.savings.recompute, "{role}.strategy_args.strategy_config: ${{deepspeed_zero3_cpuoffload}}")
+    savings = Savings(
+        ModelStrategy.savings.recompute, "{role}.strategy_args.strategy_config: ${{deepspeed_zero3_cpuoffload}}"
+    )
 
     def __init__(self, config: DeepspeedConfig | None, context: TrainContext) -> None:
         self.config = config or DeepspeedConfig()
@@ -78,10 +83,16 @@ class DeepspeedStrategy(ModelStrategy):
     # ---------------------------------------------------------------- building
 
     def _load_model(self) -> nn.Module:
-        """The whole model on the CPU: a trained one in fp32, from which the masters start, any other in the compute dtype."""
+        """The whole model on the CPU: a trained one in fp32, from which the masters start, any other in the compute
+        dtype."""
         context = self.context
         load = models.load_causal_lm if context.head == "lm" else models.load_value_model
-        model = load(context.model, "fp32" if context.trainable else context.dtype, context.attn_implementation, context.trust_remote_code)
+        model = load(
+            context.model,
+            "fp32" if context.trainable else context.dtype,
+            context.attn_implementation,
+            context.trust_remote_code,
+        )
         if context.head == "lm":
             models.check_head(model)
         if context.use_sequence_packing:
@@ -100,20 +111,30 @@ class DeepspeedStrategy(ModelStrategy):
         # Taken before the rounding, so that masters start from what the folder holds.
         starts = masters.starting_values(self.model)
         masters.round_to(self.model, models.torch_dtype(self.context.dtype))
-        optimizer = masters.build_optimizer(self._deepspeed, self.model, self.config, self.context.weight_decay) if starts else None
+        optimizer = (
+            masters.build_optimizer(self._deepspeed, self.model, self.config, self.context.weight_decay)
+            if starts
+            else None
+        )
         caller = Caller(self.model)
         if self.stage == 3:  # one parameter after the other: the whole model is never on the device
-            self._deepspeed.zero.Init(module=caller, config_dict_or_path=settings, dtype=models.torch_dtype(self.context.dtype))
+            self._deepspeed.zero.Init(
+                module=caller, config_dict_or_path=settings, dtype=models.torch_dtype(self.context.dtype)
+            )
         self.engine = self._deepspeed.initialize(model=caller, optimizer=optimizer, config=settings)[0]
         self.engine.eval()
         if self.context.dtype == "bf16":
             masters.set_masters(self._deepspeed, self.engine, self.stage, starts)
-        if optimizer is not None and self.engine.optimizer is optimizer:  # stage 0 in fp32: DeepSpeed gives no norm, and steps with any gradient
+        if (
+            optimizer is not None and self.engine.optimizer is optimizer
+        ):  # stage 0 in fp32: DeepSpeed gives no norm, and steps with any gradient
             optimizer.register_step_pre_hook(lambda *_: self._clip_ourselves())
 
     # ---------------------------------------------------------------- one forward pass of the engine
 
-    def _log_probs(self, batch: MicroBatch, entropy: bool = False, entropy_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
+    def _log_probs(
+        self, batch: MicroBatch, entropy: bool = False, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         return self._forward(partial(super()._log_probs, batch, entropy, entropy_gradient))
 
     def _values(self, batch: MicroBatch) -> Tensor:
@@ -129,8 +150,8 @@ class DeepspeedStrategy(ModelStrategy):
         self.engine.backward(loss * self.context.ranks.size, scale_wrt_gas=False)
 
     def _optimize(self, lr: float) -> float:
-        """DeepSpeed exchanges gradients, measures, clips and moves the weights in one call, or finds a norm that is not finite and moves nothing;
-        in which case it gives no norm."""
+        """DeepSpeed exchanges gradients, measures, clips and moves the weights in one call, or finds a norm that is not
+        finite and moves nothing; in which case it gives no norm."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
@@ -158,7 +179,8 @@ class DeepspeedStrategy(ModelStrategy):
 
     @names_out_of_memory("the checkpoint", "hold")
     def save(self, folder: Path) -> None:
-        """This process's part: DeepSpeed's checkpoint, random state and the number of updates. Raises CheckpointError."""
+        """This process's part: DeepSpeed's checkpoint, random state and the number of updates. Raises
+        CheckpointError."""
         checkpoint.save(Path(folder), self.engine, self.context, self._facts, self._updates, self.device)
 
     @names_out_of_memory("resuming", "hold")

@@ -21,19 +21,29 @@ def inject(model: nn.Module, config: Mapping[str, Any]) -> None:
         with torch.random.fork_rng(devices=[]):  # PEFT draws values; the trainer's random state may be this process's
             inject_adapter_in_model(PeftConfig.from_peft_type(**config), model, ADAPTER)
     except (TypeError, ValueError, KeyError) as error:
-        raise EngineError(f"the trainer's adapters do not fit the model: {first_line(error)} Fix: one pretrain for both") from error
+        raise EngineError(
+            f"the trainer's adapters do not fit the model: {first_line(error)} Fix: one pretrain for both"
+        ) from error
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy adapters, under the names of PEFT's files, into those of `model`, in place. Raises EngineError, and then nothing was written."""
+    """Copy adapters, under the names of PEFT's files, into those of `model`, in place. Raises EngineError, and then
+    nothing was written."""
     held = adapter_parameters(model)
     if unknown := tensors.keys() - held.keys():
-        raise EngineError(f"the trainer's adapters hold {len(unknown)} names that the model's do not have, such as {min(unknown)!r}")
+        raise EngineError(
+            f"the trainer's adapters hold {len(unknown)} names that the model's do not have, such as {min(unknown)!r}"
+        )
     if missing := held.keys() - tensors.keys():
-        raise EngineError(f"the trainer's adapters lack {len(missing)} of the model's tensors, such as {min(missing)!r}")
+        raise EngineError(
+            f"the trainer's adapters lack {len(missing)} of the model's tensors, such as {min(missing)!r}"
+        )
     for name, tensor in tensors.items():
         if tensor.shape != held[name].shape:
-            raise EngineError(f"the trainer's adapters have {name!r} of shape {tuple(tensor.shape)}, the model's is {tuple(held[name].shape)}")
+            raise EngineError(
+                f"the trainer's adapters have {name!r} of shape {tuple(tensor.shape)}, the model's is"
+                f" {tuple(held[name].shape)}"
+            )
     with torch.no_grad():
         for name, tensor in tensors.items():
             held[name].copy_(tensor)
@@ -41,4 +51,8 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def different(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two configurations, one text a key."""
-    return [f"{key}: {before.get(key)}, now {now.get(key)}" for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    return [
+        f"{key}: {before.get(key)}, now {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]

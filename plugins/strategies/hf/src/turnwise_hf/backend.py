@@ -14,18 +14,19 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from attrs import define, field
+from attrs import define
 from torch import nn
 
 from turnwise.contracts.chat import Chat
 from turnwise.contracts.inference import DeviceMemory, InferenceContext, Request, checked_ids
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation
-from turnwise.errors import ConfigError, EngineError, Problem, TurnwiseError, listed
+from turnwise.errors import ConfigError, EngineError, Problem, listed
 from turnwise_hf import adapters
 from turnwise_hf.chat import HfChat
 from turnwise_hf.config import HfConfig
 from turnwise_hf.decoding import Row, Sampled, sample_batch
+from turnwise_hf.waiting import Waiting, cut, fail
 from turnwise_hf.weights import ATTENTION, check_model, load_into, stream_into
 from turnwise_hf.worker import Worker
 from turnwise_torch.adapters import adapter_buckets
@@ -37,18 +38,9 @@ from turnwise_torch.vision import Vision, has_vision
 
 
 @define(eq=False)
-class _Waiting:
-    """A request, its row, and who waits for it; `drop` takes the row out of the running batch once nobody does."""
-
-    request: Request
-    row: Row
-    future: asyncio.Future[Sampled]
-    drop: Callable[[], None] = field(default=lambda: None)
-
-
-@define(eq=False)
 class _Serving:
-    """The model that samples, the lock under which it may be read, and its version. `own`: loaded by this backend, not the trainer's."""
+    """The model that samples, the lock under which it may be read, and its version. `own`: loaded by this backend, not
+    the trainer's."""
 
     model: nn.Module
     lock: threading.Lock
@@ -59,9 +51,9 @@ class _Serving:
 class HfBackend:
     """`turnwise.contracts.inference.InferenceBackend` with unmodified causal models.
 
-    A batch starts when as many requests wait as episodes are live (`live`), in the order of `Request.order`, `infer_batch_size` rows at a
-    time; if it is not known how many are live, after `batch_wait` seconds. Equal seeds, weights and ids give equal tokens in any batch, beyond
-    rounding.
+    A batch starts when as many requests wait as episodes are live (`live`), in the order of `Request.order`,
+    `infer_batch_size` rows at a time; if it is not known how many are live, after `batch_wait` seconds. Equal seeds,
+    weights and ids give equal tokens in any batch, beyond rounding.
     """
 
     input: Literal["ids", "messages"] = "ids"
@@ -69,19 +61,24 @@ class HfBackend:
     def __init__(self, config: HfConfig, context: InferenceContext) -> None:
         """Raises ConfigError. The model is loaded by the first request, unless weights are received before."""
         if context.model is None:
-            raise ConfigError("actor_infer: the hf backend needs a model. Fix: name a folder, a hub id or a recipe as pretrain")
+            raise ConfigError(
+                "actor_infer: the hf backend needs a model. Fix: name a folder, a hub id or a recipe as pretrain"
+            )
         if context.attn_implementation not in ATTENTION:
             raise ConfigError(
-                f"actor_infer.model_args.attn_implementation: {context.attn_implementation!r} is none of hf's: {listed(ATTENTION)}. Fix: sdpa"
+                f"actor_infer.model_args.attn_implementation: {context.attn_implementation!r} is none of hf's:"
+                f" {listed(ATTENTION)}. Fix: sdpa"
             )
         self._config, self._context, self._folder = config, context, context.model
         self._chat: Chat = context.chat or HfChat(context.model, context.trust_remote_code)
         self._vocabulary = _vocabulary(context.model)
         self._vision = Vision(context.model) if has_vision(context.model) else None
-        self._device = torch.device(f"cuda:{context.devices[0]}" if context.devices and torch.cuda.is_available() else "cpu")
+        self._device = torch.device(
+            f"cuda:{context.devices[0]}" if context.devices and torch.cuda.is_available() else "cpu"
+        )
         self._worker = Worker("hf-inference")
-        self._waiting: list[_Waiting] = []
-        self._entries: dict[Request, _Waiting] = {}
+        self._waiting: list[Waiting] = []
+        self._entries: dict[Request, Waiting] = {}
         self._live = 0
         self._timer: asyncio.TimerHandle | None = None
         # The worker thread's alone:
@@ -107,12 +104,16 @@ class HfBackend:
         """What can be known before anything is built."""
         if context.lora is None or importlib.util.find_spec("peft") is not None:
             return []
-        text = "adapters alone need the package peft in the hf backend. Fix: pip install 'turnwise-torch[lora]', or lora_sync: merged"
+        text = (
+            "adapters alone need the package peft in the hf backend. Fix: pip install 'turnwise-torch[lora]', or"
+            " lora_sync: merged"
+        )
         return [Problem("actor_train.model_args.lora_sync", text, machine=True)]
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one response. Raises EngineError: a prompt without room or with ids outside the vocabulary, a failed batch (with its cause)."""
-        waiting = _Waiting(request, self._row(request), asyncio.get_running_loop().create_future())
+        """Sample one response. Raises EngineError: a prompt without room or with ids outside the vocabulary, a failed
+        batch (with its cause)."""
+        waiting = Waiting(request, self._row(request), asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._entries[request] = waiting
         self._start_if_ready()
@@ -120,7 +121,7 @@ class HfBackend:
             sampled = await waiting.future
         finally:
             self._forget(waiting)
-        text = _cut(self._chat.decode(sampled.ids), request)
+        text = cut(self._chat.decode(sampled.ids), request)
         finish: Any = sampled.finish
         return Generation(text, sampled.ids, sampled.logprobs, sampled.versions, finish)
 
@@ -130,16 +131,22 @@ class HfBackend:
         self._start_if_ready()
 
     async def receive(self, offer: Offer) -> int:
-        """Serve the offered weights: `shared` (payload `key`, the trainer's own module), `shared_memory` or `process_group` (turnwise_torch.stream,
-        .broadcast) or `safetensors` (payload `folder`). Raises EngineError.
+        """Serve the offered weights: `shared` (payload `key`, the trainer's own module), `shared_memory` or
+        `process_group` (turnwise_torch.stream, .broadcast) or `safetensors` (payload `folder`). Raises EngineError.
 
-        Between two tokens; a batch in progress goes on with the new weights and reads its sequences again. Returns the version.
+        Between two tokens; a batch in progress goes on with the new weights and reads its sequences again. Returns the
+        version.
         """
         if offer.transport not in (known := self.transports(self._config, self._context)):
             raise EngineError(f"the hf backend cannot receive weights by {offer.transport!r}. Known: {listed(known)}")
         if offer.transport != "shared" and (offer.adapter is None) != (self._context.lora is None):
-            brings, wants = ("adapters alone", "whole weights") if offer.adapter else ("whole weights", "adapters alone")
-            raise EngineError(f"the trainer offers {brings}, this backend was built for {wants}. Fix: one actor_train.model_args.lora_sync for both")
+            brings, wants = (
+                ("adapters alone", "whole weights") if offer.adapter else ("whole weights", "adapters alone")
+            )
+            raise EngineError(
+                f"the trainer offers {brings}, this backend was built for {wants}. Fix: one"
+                " actor_train.model_args.lora_sync for both"
+            )
         return await self._between(lambda: self._receive(offer))
 
     async def pause(self) -> None:
@@ -151,7 +158,8 @@ class HfBackend:
         self._worker.resume()
 
     async def abort(self, request: Request) -> None:
-        """Cancel the request's `generate`; its row leaves a running batch at the next token. A request that is not here is ignored."""
+        """Cancel the request's `generate`; its row leaves a running batch at the next token. A request that is not here
+        is ignored."""
         if waiting := self._entries.get(request):
             waiting.future.cancel()
             self._forget(waiting)
@@ -173,7 +181,7 @@ class HfBackend:
         await asyncio.to_thread(self._worker.close)
         self._member.leave()
         for waiting in list(self._entries.values()):
-            _fail(waiting, EngineError("the backend was closed"))
+            fail(waiting, EngineError("the backend was closed"))
         self._waiting.clear()
         self._serving = self._own = self._checked = None
 
@@ -193,7 +201,9 @@ class HfBackend:
             return None
         # A character is at most four tokens of a byte-level tokenizer; the rest is for a character cut at the front.
         tail = 4 * max(map(len, strings)) + 4
-        return lambda ids: any(string in text for text in [self._chat.decode(ids[-tail:], special=True)] for string in strings)
+        return lambda ids: any(
+            string in text for text in [self._chat.decode(ids[-tail:], special=True)] for string in strings
+        )
 
     def _start_if_ready(self) -> None:
         if not self._waiting or (self._live and len(self._waiting) < self._live):
@@ -214,16 +224,18 @@ class HfBackend:
         for begin in range(0, len(waiting), size):
             self._submit(waiting[begin : begin + size])
 
-    def _submit(self, batch: list[_Waiting]) -> None:
+    def _submit(self, batch: list[Waiting]) -> None:
         aborted: set[int] = set()
         for index, waiting in enumerate(batch):
             # The index is bound as a default: a closure over the loop's variable would drop the last row.
             waiting.drop = lambda index=index: aborted.add(index)  # type: ignore[misc]
         try:
-            done: Future[list[Sampled]] = self._worker.submit(lambda: self._sample([waiting.row for waiting in batch], aborted))
+            done: Future[list[Sampled]] = self._worker.submit(
+                lambda: self._sample([waiting.row for waiting in batch], aborted)
+            )
         except EngineError as error:
             for waiting in batch:
-                _fail(waiting, error)
+                fail(waiting, error)
             return
         loop = batch[0].future.get_loop()
 
@@ -231,14 +243,14 @@ class HfBackend:
             error = done.exception()
             for index, waiting in enumerate(batch):
                 if error is not None:
-                    _fail(waiting, error)
+                    fail(waiting, error)
                 elif not waiting.future.done():
                     waiting.future.set_result(done.result()[index])
 
         # A loop that is closed has nobody waiting on it.
         done.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(deliver))
 
-    def _forget(self, waiting: _Waiting) -> None:
+    def _forget(self, waiting: Waiting) -> None:
         self._entries.pop(waiting.request, None)
         if not waiting.future.done() or waiting.future.cancelled():
             waiting.drop()
@@ -276,7 +288,10 @@ class HfBackend:
     def _current(self) -> _Serving:
         """What serves, loaded at first use."""
         if self._half_written:
-            raise EngineError("the last weight update broke off, the backend's weights are half old and half new. Fix: resume from the checkpoint")
+            raise EngineError(
+                "the last weight update broke off, the backend's weights are half old and half new. Fix: resume from"
+                " the checkpoint"
+            )
         if self._serving is None:
             self._serving = _Serving(self._load(), threading.Lock(), 0, own=True)
         return self._serving
@@ -291,7 +306,11 @@ class HfBackend:
     def _receive(self, offer: Offer) -> int:
         if offer.transport == "shared":
             shared = lookup(offer.payload["key"])
-            self._serving, self._own, self._adapter = _Serving(shared.model, shared.lock, offer.version, own=False), None, None
+            self._serving, self._own, self._adapter = (
+                _Serving(shared.model, shared.lock, offer.version, own=False),
+                None,
+                None,
+            )
         else:
             # Never into the trainer's module: an own one takes its place.
             model = self._load()
@@ -311,14 +330,18 @@ class HfBackend:
         return offer.version
 
     def _take_adapters(self, model: nn.Module, offer: Offer, config: Mapping[str, Any]) -> None:
-        """Adapters are small: all are read before any is written, so that an update that breaks off leaves those of the last."""
+        """Adapters are small: all are read before any is written, so that an update that breaks off leaves those of the
+        last."""
         with contextlib.closing(adapter_buckets(offer, self._member, self._context.weight_sync_timeout)) as buckets:
             tensors = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
         if self._adapter is None:
             adapters.inject(model, config)
             self._adapter, self._checked = dict(config), None
         elif changed := adapters.different(self._adapter, config):
-            raise EngineError(f"the trainer's adapters are not those of the first update ({'; '.join(changed)}). Fix: start the backend anew")
+            raise EngineError(
+                f"the trainer's adapters are not those of the first update ({'; '.join(changed)}). Fix: start the"
+                " backend anew"
+            )
         adapters.fill(model, tensors)
 
     def _move(self, asleep: bool) -> None:
@@ -359,27 +382,11 @@ class _Hold:
             self.serving.lock.release()
 
 
-def _fail(waiting: _Waiting, error: BaseException) -> None:
-    """Give every waiting request an EngineError of its own, with the cause; what is one already keeps its words."""
-    if waiting.future.done():
-        return
-    failure = EngineError(str(error) if isinstance(error, TurnwiseError) else f"the hf backend failed: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    waiting.future.set_exception(failure)
-
-
-def _cut(text: str, request: Request) -> str:
-    """The text up to its first stop string, with or without it."""
-    found = [(place, string) for string in request.args.stop_strings if (place := text.find(string)) >= 0]
-    if not found:
-        return text
-    place, string = min(found)
-    return text[: place + len(string)] if request.args.include_stop_str_in_output else text[:place]
-
-
 def _vocabulary(folder: Path) -> int:
     try:
         facts = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         return int(facts.get("vocab_size") or facts["text_config"]["vocab_size"])
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder} is no language model's folder (config.json without vocab_size). Fix: name another pretrain") from error
+        raise ConfigError(
+            f"{folder} is no language model's folder (config.json without vocab_size). Fix: name another pretrain"
+        ) from error

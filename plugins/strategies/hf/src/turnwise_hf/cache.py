@@ -1,4 +1,5 @@
-"""A KV cache with a write position per row: ragged prompts without left padding, on unmodified models of transformers."""
+"""A KV cache with a write position per row: ragged prompts without left padding, on unmodified models of
+transformers."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ _ROOM = 32
 
 
 class RowCache(Cache):
-    """Keys and values [rows, heads, positions, head size] per layer, as one pair of tensors each, in the model's dtype on its device.
+    """Keys and values [rows, heads, positions, head size] per layer, as one pair of tensors each, in the model's dtype
+    on its device.
 
-    A forward pass is announced by `at` (each row its own position, one token) or `block` (some rows, the same positions), which give the
-    position ids and the attention mask for the model; the layers then write and read by `update`. Nothing is ever moved, so a row may stay
-    between the turns of an episode and take the next observation's tokens.
+    A forward pass is announced by `at` (each row its own position, one token) or `block` (some rows, the same
+    positions), which give the position ids and the attention mask for the model; the layers then write and read by
+    `update`. Nothing is ever moved, so a row may stay between the turns of an episode and take the next observation's
+    tokens.
     """
 
     def __init__(self, rows: int, capacity: int, model: torch.nn.Module) -> None:
@@ -46,20 +49,24 @@ class RowCache(Cache):
         return int(self._keys[0].shape[2])
 
     def block(self, rows: slice, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """The next pass writes positions start…start+length of `rows`. Position ids [1, length], causal mask [1, 1, length, start+length]."""
+        """The next pass writes positions start…start+length of `rows`. Position ids [1, length], causal mask [1, 1,
+        length, start+length]."""
         self._rows, self._positions, self._start, self._end = rows, None, start, start + length
         position_ids = torch.arange(start, self._end, device=self._every.device)[None]
         return position_ids, self._mask(position_ids)
 
     def at(self, positions: np.ndarray) -> tuple[Tensor, Tensor]:
-        """The next pass writes one token per row, at `positions` int64 [rows]. Position ids [rows, 1], mask [rows, 1, 1, longest]."""
+        """The next pass writes one token per row, at `positions` int64 [rows]. Position ids [rows, 1], mask [rows, 1,
+        1, longest]."""
         self._rows, self._end = slice(None), int(positions.max()) + 1
         self._grow(self._end)
         self._positions = torch.from_numpy(positions).to(self._every.device)
         places = self._positions[:, None]
         return places if self.shift is None else places + self.shift[:, None], self._mask(places)
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write [rows, heads, tokens, head size] of one layer; give all keys and values up to the end of the pass."""
         # Rows are a slice and never a list of indices: these are views, and writing into a copy would be lost.
         keys, values = self._keys[layer_idx][self._rows], self._values[layer_idx][self._rows]

@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """A bounded map that forgets what was not asked for longest: at most `_CACHED` entries and `_CACHED_TOKENS` of summed size."""
+    """A bounded map that forgets what was not asked for longest: at most `_CACHED` entries and `_CACHED_TOKENS` of
+    summed size."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
@@ -58,13 +59,15 @@ class Recent(Generic[T]):
 
 
 class HfChat:
-    """A `turnwise.contracts.chat.Chat` of a folder's tokenizer and chat template, for text, and for images where the model has a vision tower.
+    """A `turnwise.contracts.chat.Chat` of a folder's tokenizer and chat template, for text, and for images where the
+    model has a vision tower.
 
     Returned arrays are cached and read-only. Several threads may use it.
     """
 
     def __init__(self, folder: Path, trust_remote_code: bool = False) -> None:
-        """Raises ConfigError for a folder without a usable tokenizer or chat template, or with a tokenizer of code that is not to run."""
+        """Raises ConfigError for a folder without a usable tokenizer or chat template, or with a tokenizer of code that
+        is not to run."""
         self.folder, self._trusted = Path(folder), trust_remote_code
         try:
             self.tokenizer = _load_tokenizer(self.folder, trust_remote_code)
@@ -72,9 +75,13 @@ class HfChat:
             reason = untrusted(error) or f"{_first_line(error)}. Fix: save it with save_pretrained"
             raise ConfigError(f"cannot load the tokenizer in {self.folder}: {reason}") from error
         self._vision = Vision(self.folder) if has_vision(self.folder) else None
-        self._image_text = None if self._vision is None else str(self.tokenizer.convert_ids_to_tokens(self._vision.token))
+        self._image_text = (
+            None if self._vision is None else str(self.tokenizer.convert_ids_to_tokens(self._vision.token))
+        )
         if not self.tokenizer.chat_template:
-            raise ConfigError(f"{self.folder} has no chat template. Fix: put a Jinja template into it as chat_template.jinja")
+            raise ConfigError(
+                f"{self.folder} has no chat template. Fix: put a Jinja template into it as chat_template.jinja"
+            )
         self._args: dict[str, Any] = {}
         self._variants: dict[str, HfChat] = {}
         self._backend = self._fast_backend()
@@ -85,7 +92,8 @@ class HfChat:
         self._continuations: Recent[tuple[np.ndarray, int]] = Recent()
         self._decoded: Recent[str] = Recent()
         self.stop_ids: tuple[int, ...] = self._find_stop_ids()
-        # What the tokenizer calls special. Tokens that were merely added, such as <think>, are text that environments and patterns read.
+        # What the tokenizer calls special. Tokens that were merely added, such as <think>, are text that environments
+        # and patterns read.
         added = {token for token, entry in self._backend.get_added_tokens_decoder().items() if entry.special}
         self._special = np.array(sorted(added | set(self.tokenizer.all_special_ids) | set(self.stop_ids)), np.int32)
 
@@ -117,10 +125,19 @@ class HfChat:
             elif not re.search(rf"\b{re.escape(name)}\b", str(self.tokenizer.chat_template)):
                 problem = f"the chat template of {self.folder} does not read it"
             if problem:
-                raise ConfigError(f"template_args: {name!r}: {problem}. Fix: a name that the template reads, such as enable_thinking where it does")
+                raise ConfigError(
+                    f"template_args: {name!r}: {problem}. Fix: a name that the template reads, such as enable_thinking"
+                    " where it does"
+                )
 
-    def render(self, messages: Sequence[Message], images: Sequence[np.ndarray] = (), tools: Sequence[dict[str, Any]] | None = None) -> np.ndarray:
-        """int32 ids of the conversation, ending with the header of the assistant's turn to come. Raises ConfigError (template, images)."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        images: Sequence[np.ndarray] = (),
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> np.ndarray:
+        """int32 ids of the conversation, ending with the header of the assistant's turn to come. Raises ConfigError
+        (template, images)."""
         plain, counts = self._plain_messages(messages, images)
         key = (_key(plain), counts, json.dumps(list(tools)) if tools else None)
         ids = self._rendered.get(key)
@@ -129,12 +146,16 @@ class HfChat:
             self._rendered.put(key, ids, len(ids))
         return ids
 
-    def extend(self, ids: np.ndarray, finish: str, messages: Sequence[Message], images: Sequence[np.ndarray] = ()) -> np.ndarray:
-        """The ids to append to `ids` (a prompt and its sampled response): the template's end of the assistant's turn as far as it was not
-        sampled, `messages`, the header of the next assistant's turn. Raises ConfigError (template, images).
+    def extend(
+        self, ids: np.ndarray, finish: str, messages: Sequence[Message], images: Sequence[np.ndarray] = ()
+    ) -> np.ndarray:
+        """The ids to append to `ids` (a prompt and its sampled response): the template's end of the assistant's turn as
+        far as it was not sampled, `messages`, the header of the next assistant's turn. Raises ConfigError (template,
+        images).
 
-        They are what the template writes after the last assistant's content of a conversation, so neither what it puts before (a default
-        system prompt) nor what it does to earlier turns (thinking stripped) matters, and no sampled token is encoded again.
+        They are what the template writes after the last assistant's content of a conversation, so neither what it puts
+        before (a default system prompt) nor what it does to earlier turns (thinking stripped) matters, and no sampled
+        token is encoded again.
         """
         plain, counts = self._plain_messages(messages, images)
         key = (_key(plain), counts)
@@ -144,7 +165,8 @@ class HfChat:
             closing = len(self._encode(self._after_sentinel([], add_generation_prompt=False)))
             known = self._continuations.put(key, (continuation, closing), len(continuation))
         continuation, closing = known
-        # The sampled end, the longest that fits: all of the closing, or its first tokens (as a rule the stop token alone).
+        # The sampled end, the longest that fits: all of the closing, or its first tokens (as a rule the stop token
+        # alone).
         for length in range(min(closing, len(ids)), 0, -1):
             if np.array_equal(ids[len(ids) - length :], continuation[:length]):
                 return continuation[length:]
@@ -171,8 +193,12 @@ class HfChat:
     def _fast_backend(self) -> Tokenizer:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
-            raise ConfigError(f"the tokenizer in {self.folder} is no fast tokenizer ({type(self.tokenizer).__name__}). Fix: convert it")
-        # A copy of our own: transformers changes settings of its own one at each call, and a prompt must never be cut or padded.
+            raise ConfigError(
+                f"the tokenizer in {self.folder} is no fast tokenizer ({type(self.tokenizer).__name__}). Fix:"
+                " convert it"
+            )
+        # A copy of our own: transformers changes settings of its own one at each call, and a prompt must never be cut
+        # or padded.
         backend = Tokenizer.from_str(backend.to_str())
         backend.no_truncation()
         backend.no_padding()
@@ -195,16 +221,26 @@ class HfChat:
         ids.flags.writeable = False
         return ids
 
-    def _template(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = True) -> str:
+    def _template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) if tools else None, add_generation_prompt=add_generation_prompt, tokenize=False, **self._args
+                list(messages),
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **self._args,
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ConfigError(
-                f"the chat template of {self.folder} cannot render a conversation of roles {roles}: {_first_line(error)}. "
-                "Fix: other messages (the environment's or manager's templates), or another model"
+                f"the chat template of {self.folder} cannot render a conversation of roles {roles}:"
+                f" {_first_line(error)}. Fix: other messages (the environment's or manager's templates), or another"
+                " model"
             ) from error
 
     def _after_sentinel(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
@@ -213,7 +249,8 @@ class HfChat:
         _, found, after = text.partition(_SENTINEL)
         if not found or _SENTINEL in after:
             raise ConfigError(
-                f"the chat template of {self.folder} does not write an assistant's content exactly once, so no turn can be appended. Fix: another one"
+                f"the chat template of {self.folder} does not write an assistant's content exactly once, so no turn can"
+                " be appended. Fix: another one"
             )
         return after
 
@@ -230,8 +267,11 @@ class HfChat:
                 stops += eos if isinstance(eos, list) else [eos]
         return tuple(token for token in dict.fromkeys(stops) if token is not None)
 
-    def _plain_messages(self, messages: Sequence[Message], images: Sequence[np.ndarray]) -> tuple[list[Message], tuple[int, ...]]:
-        """The messages as the template takes them, text parts joined where no image is among them, and the number of tokens of each image.
+    def _plain_messages(
+        self, messages: Sequence[Message], images: Sequence[np.ndarray]
+    ) -> tuple[list[Message], tuple[int, ...]]:
+        """The messages as the template takes them, text parts joined where no image is among them, and the number of
+        tokens of each image.
 
         Raises ConfigError for an image that a text model cannot see."""
         if self._vision is None and len(images):
@@ -247,7 +287,10 @@ class HfChat:
             elif self._vision is None:
                 raise self._no_images()
             else:
-                shown = [{"type": "image"} if part.get("type") == "image" else {**part, "text": self._text(part["text"])} for part in content]
+                shown = [
+                    {"type": "image"} if part.get("type") == "image" else {**part, "text": self._text(part["text"])}
+                    for part in content
+                ]
                 plain.append({**message, "content": shown})
                 counts += [self._vision.tokens(part["image"]) for part in content if part.get("type") == "image"]
         return plain, tuple(counts)
@@ -257,7 +300,10 @@ class HfChat:
         return text if self._image_text is None else text.replace(self._image_text, "")
 
     def _no_images(self) -> ConfigError:
-        return ConfigError(f"{self.folder} is taken as a text model, but a message holds an image. Fix: a text rendering of the environment")
+        return ConfigError(
+            f"{self.folder} is taken as a text model, but a message holds an image. Fix: a text rendering of the"
+            " environment"
+        )
 
 
 def _chat_of(folder: Path, trust_remote_code: bool, args: dict[str, Any]) -> HfChat:
@@ -267,16 +313,18 @@ def _chat_of(folder: Path, trust_remote_code: bool, args: dict[str, Any]) -> HfC
 def _key(messages: Sequence[Message]) -> Hashable:
     """Equal for equal messages; fields other than role and content (tool calls) by their JSON."""
     return tuple(
-        (message.get("role"), message["content"])
-        if len(message) == 2 and isinstance(message.get("content"), str)
-        else json.dumps(message, sort_keys=True)
+        (
+            (message.get("role"), message["content"])
+            if len(message) == 2 and isinstance(message.get("content"), str)
+            else json.dumps(message, sort_keys=True)
+        )
         for message in messages
     )
 
 
 def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
-    """The tokenizer as the folder means it: exactly its tokenizer.json where it names no architecture's class, else by `AutoTokenizer`
-    (which would rebuild the pipeline for some architectures, see `tokenizers.save_tokenizer`)."""
+    """The tokenizer as the folder means it: exactly its tokenizer.json where it names no architecture's class, else by
+    `AutoTokenizer` (which would rebuild the pipeline for some architectures, see `tokenizers.save_tokenizer`)."""
     settings = folder / "tokenizer_config.json"
     named = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
     as_it_is = named in ("TokenizersBackend", "PreTrainedTokenizerFast") and (folder / "tokenizer.json").is_file()

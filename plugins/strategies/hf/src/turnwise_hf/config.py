@@ -18,7 +18,8 @@ SPECIAL_TOKENS = 3
 
 @frozen
 class HfConfig:
-    """`batch_wait`: seconds for which requests are collected when it is not known how many episodes are live (outside a run's scheduler)."""
+    """`batch_wait`: seconds for which requests are collected when it is not known how many episodes are live (outside a
+    run's scheduler)."""
 
     capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(adapters=True)
     batch_wait: float = 0.002
@@ -26,11 +27,12 @@ class HfConfig:
 
 @define(frozen=True)
 class Recipe:
-    """A tiny model made locally. Sizes as transformers names them: `num_kv_heads` None = `num_heads`, `intermediate_size` None = three
-    times `hidden_size`, `seed` None = the run's seed. `vocab_size` is that of `byte_bpe`; a `word` tokenizer is as large as the texts need.
-    `chat_template`: a Jinja template in place of ChatML's. `qwen2_5_vl` sees images of at most `max_pixels`, one token per 28 × 28, by a vision
-    tower of as many layers and the same width. In every layer of `qwen3_moe` each token is computed by `num_experts_per_tok` of `num_experts` MLPs
-    of width `moe_intermediate_size`, None = `hidden_size`."""
+    """A tiny model made locally. Sizes as transformers names them: `num_kv_heads` None = `num_heads`,
+    `intermediate_size` None = three times `hidden_size`, `seed` None = the run's seed. `vocab_size` is that of
+    `byte_bpe`; a `word` tokenizer is as large as the texts need.
+    `chat_template`: a Jinja template in place of ChatML's. `qwen2_5_vl` sees images of at most `max_pixels`, one token
+    per 28 × 28, by a vision tower of as many layers and the same width. In every layer of `qwen3_moe` each token is
+    computed by `num_experts_per_tok` of `num_experts` MLPs of width `moe_intermediate_size`, None = `hidden_size`."""
 
     architecture: Architecture = "qwen2"
     hidden_size: int = 64
@@ -51,19 +53,35 @@ class Recipe:
     moe_intermediate_size: int | None = None
 
 
-_INTEGERS = ("hidden_size", "num_layers", "num_heads", "max_position_embeddings", "vocab_size", "max_pixels", "num_experts", "num_experts_per_tok")
+_INTEGERS = (
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "max_position_embeddings",
+    "vocab_size",
+    "max_pixels",
+    "num_experts",
+    "num_experts_per_tok",
+)
 _OPTIONAL_INTEGERS = ("num_kv_heads", "intermediate_size", "moe_intermediate_size")
 
 
 def recipe_from(pretrain: Mapping[str, Any]) -> Recipe:
-    """The recipe of a `pretrain` mapping, `{recipe: {…}}` or its fields themselves. Raises ConfigError with every mistake at once."""
+    """The recipe of a `pretrain` mapping, `{recipe: {…}}` or its fields themselves. Raises ConfigError with every
+    mistake at once."""
     options = pretrain["recipe"] if set(pretrain) == {"recipe"} else pretrain
     if options is None:
         options = {}
     if not isinstance(options, Mapping):
-        raise ConfigError(f"pretrain.recipe: {options!r} is not a mapping. Fix: such as {{architecture: qwen2, hidden_size: 64}}")
+        raise ConfigError(
+            f"pretrain.recipe: {options!r} is not a mapping. Fix: such as {{architecture: qwen2, hidden_size: 64}}"
+        )
     known = [attribute.name for attribute in fields(Recipe)]
-    problems = [f"pretrain.recipe: unknown key {key!r}.{did_you_mean(str(key), known)} Known: {listed(known)}" for key in options if key not in known]
+    problems = [
+        f"pretrain.recipe: unknown key {key!r}.{did_you_mean(str(key), known)} Known: {listed(known)}"
+        for key in options
+        if key not in known
+    ]
     problems += [problem for key, value in options.items() if key in known and (problem := _value_problem(key, value))]
     if not problems:
         problems = _relation_problems(recipe := Recipe(**options))
@@ -95,17 +113,28 @@ def _relation_problems(recipe: Recipe) -> list[str]:
     problems = []
     if recipe.hidden_size % (2 * recipe.num_heads):
         problems.append(
-            f"pretrain.recipe: hidden_size {recipe.hidden_size} is not an even multiple of num_heads {recipe.num_heads}. Fix: such as 64 and 4"
+            f"pretrain.recipe: hidden_size {recipe.hidden_size} is not an even multiple of num_heads"
+            f" {recipe.num_heads}. Fix: such as 64 and 4"
         )
     if recipe.num_kv_heads and recipe.num_heads % recipe.num_kv_heads:
-        problems.append(f"pretrain.recipe: num_heads {recipe.num_heads} is not a multiple of num_kv_heads {recipe.num_kv_heads}")
+        problems.append(
+            f"pretrain.recipe: num_heads {recipe.num_heads} is not a multiple of num_kv_heads {recipe.num_kv_heads}"
+        )
     if recipe.max_pixels < 28 * 28:
         problems.append(f"pretrain.recipe.max_pixels: {recipe.max_pixels} is less than one token's 28 × 28")
     if recipe.architecture == "qwen2_5_vl" and recipe.hidden_size // recipe.num_heads % 4:
-        problems.append(f"pretrain.recipe: hidden_size {recipe.hidden_size} / num_heads {recipe.num_heads} must be a multiple of 4 for qwen2_5_vl")
+        problems.append(
+            f"pretrain.recipe: hidden_size {recipe.hidden_size} / num_heads {recipe.num_heads} must be a multiple of 4"
+            " for qwen2_5_vl"
+        )
     if recipe.num_experts_per_tok > recipe.num_experts:
-        problems.append(f"pretrain.recipe: num_experts_per_tok {recipe.num_experts_per_tok} is more than num_experts {recipe.num_experts}")
+        problems.append(
+            f"pretrain.recipe: num_experts_per_tok {recipe.num_experts_per_tok} is more than num_experts"
+            f" {recipe.num_experts}"
+        )
     smallest = 256 + SPECIAL_TOKENS
     if recipe.tokenizer == "byte_bpe" and recipe.vocab_size < smallest:
-        problems.append(f"pretrain.recipe.vocab_size: {recipe.vocab_size} is below {smallest}, all bytes and the special tokens")
+        problems.append(
+            f"pretrain.recipe.vocab_size: {recipe.vocab_size} is below {smallest}, all bytes and the special tokens"
+        )
     return problems

@@ -1,4 +1,5 @@
-"""Sampling one batch of prompts to the end: equal prompts once, a shared beginning once, then a token per row and step."""
+"""Sampling one batch of prompts to the end: equal prompts once, a shared beginning once, then a token per row and
+step."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ _RESERVED = 16
 
 @frozen(eq=False)
 class Row:
-    """One response to sample: `ids` int32 [p], p ≥ 1, at most `limit` ≥ 1 tokens. `stopped(ids) → bool` looks for stop strings after each
-    token. `images`: those that stand in `ids`."""
+    """One response to sample: `ids` int32 [p], p ≥ 1, at most `limit` ≥ 1 tokens. `stopped(ids) → bool` looks for stop
+    strings after each token. `images`: those that stand in `ids`."""
 
     ids: np.ndarray
     limit: int
@@ -39,7 +40,8 @@ class Row:
 
 @frozen(eq=False)
 class Sampled:
-    """`ids` int32 [n], `logprobs` float32 [n], `versions` int32 [n], n ≥ 1 unless aborted; `finish` is stop, length or abort."""
+    """`ids` int32 [n], `logprobs` float32 [n], `versions` int32 [n], n ≥ 1 unless aborted; `finish` is stop, length or
+    abort."""
 
     ids: np.ndarray
     logprobs: np.ndarray
@@ -52,21 +54,28 @@ Gate = Callable[[], tuple[nn.Module, int]]
 
 
 def sample_batch(
-    rows: Sequence[Row], gate: Gate, stop_ids: Sequence[int], aborted: Set[int] = frozenset(), vision: Vision | None = None
+    rows: Sequence[Row],
+    gate: Gate,
+    stop_ids: Sequence[int],
+    aborted: Set[int] = frozenset(),
+    vision: Vision | None = None,
 ) -> list[Sampled]:
     """Sample every row to its end, in one batch. Raises EngineError if logits are not finite.
 
-    `aborted`: indices of rows that nobody waits for any more; it may grow meanwhile, from another thread. `vision`: the image side of the
-    model, needed where rows hold images.
+    `aborted`: indices of rows that nobody waits for any more; it may grow meanwhile, from another thread. `vision`: the
+    image side of the model, needed where rows hold images.
 
-    The tokens of a row depend on its seed, ids and the weights alone, beyond rounding. When the gate brings another version, the keys and
-    values of the old weights are dropped and everything read again, so a token's log-prob always belongs to its version's weights.
+    The tokens of a row depend on its seed, ids and the weights alone, beyond rounding. When the gate brings another
+    version, the keys and values of the old weights are dropped and everything read again, so a token's log-prob always
+    belongs to its version's weights.
     """
     return _Batch(rows, gate, stop_ids, aborted, vision).run()
 
 
 class _Batch:
-    def __init__(self, rows: Sequence[Row], gate: Gate, stop_ids: Sequence[int], aborted: Set[int], vision: Vision | None) -> None:
+    def __init__(
+        self, rows: Sequence[Row], gate: Gate, stop_ids: Sequence[int], aborted: Set[int], vision: Vision | None
+    ) -> None:
         self._rows, self._gate, self._aborted, self._vision = rows, gate, aborted, vision
         self._rules = Rules.of([row.args for row in rows], [row.seed for row in rows])
         self._limits = np.array([row.limit for row in rows])
@@ -111,7 +120,9 @@ class _Batch:
             # A row that has finished but was not dropped writes the same place again and again.
             lengths = lengths + running
 
-    def _prefill(self, model: nn.Module, prompts: list[np.ndarray], live: np.ndarray) -> tuple[Tensor, np.ndarray, RowCache]:
+    def _prefill(
+        self, model: nn.Module, prompts: list[np.ndarray], live: np.ndarray
+    ) -> tuple[Tensor, np.ndarray, RowCache]:
         images = [self._rows[index].images for index in live]
         if not any(images):
             return prefill(model, prompts)
@@ -123,7 +134,10 @@ class _Batch:
 
     def _record(self, live: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, step: int, version: int) -> None:
         if not np.isfinite(logprobs).all():
-            raise EngineError("the model's logits are not finite, so nothing can be sampled. Fix: look at the last updates (learning rate, dtype)")
+            raise EngineError(
+                "the model's logits are not finite, so nothing can be sampled. Fix: look at the last updates (learning"
+                " rate, dtype)"
+            )
         self._tokens[live, step], self._logprobs[live, step], self._versions[live, step] = tokens, logprobs, version
         self._lengths[live] = step + 1
 
@@ -151,11 +165,14 @@ class _Batch:
         ]
 
 
-def prefill(model: nn.Module, prompts: Sequence[np.ndarray], reserved: int = _RESERVED) -> tuple[Tensor, np.ndarray, RowCache]:
-    """Read all prompts (int32 [p], p ≥ 1). Each distinct prompt is computed once, and the beginning that all share once.
+def prefill(
+    model: nn.Module, prompts: Sequence[np.ndarray], reserved: int = _RESERVED
+) -> tuple[Tensor, np.ndarray, RowCache]:
+    """Read all prompts (int32 [p], p ≥ 1). Each distinct prompt is computed once, and the beginning that all share
+    once.
 
-    Returns the logits [n, vocabulary] after each prompt's last token, `order` int64 [n] (batch row → index into `prompts`; rows are sorted
-    by length), and the cache of these n rows.
+    Returns the logits [n, vocabulary] after each prompt's last token, `order` int64 [n] (batch row → index into
+    `prompts`; rows are sorted by length), and the cache of these n rows.
     """
     distinct: dict[bytes, int] = {}
     inverse = np.array([distinct.setdefault(prompt.tobytes(), len(distinct)) for prompt in prompts])
@@ -177,7 +194,9 @@ def prefill(model: nn.Module, prompts: Sequence[np.ndarray], reserved: int = _RE
     logits = []
     for begin, end in _chunks(lengths - shared):
         length = int(lengths[end - 1])
-        hidden = _forward(model, cache, ids[begin:end, shared:length], cache.block(slice(begin, end), shared, length - shared))
+        hidden = _forward(
+            model, cache, ids[begin:end, shared:length], cache.block(slice(begin, end), shared, length - shared)
+        )
         last = torch.from_numpy(lengths[begin:end] - shared - 1).to(hidden.device)
         logits.append(_head(model, hidden[torch.arange(end - begin, device=hidden.device), last]))
     every = torch.cat(logits) if len(logits) > 1 else logits[0]
@@ -191,9 +210,14 @@ def prefill(model: nn.Module, prompts: Sequence[np.ndarray], reserved: int = _RE
 
 
 def prefill_images(
-    model: Any, prompts: Sequence[np.ndarray], images: Sequence[Sequence[np.ndarray]], vision: Vision, reserved: int = _RESERVED
+    model: Any,
+    prompts: Sequence[np.ndarray],
+    images: Sequence[Sequence[np.ndarray]],
+    vision: Vision,
+    reserved: int = _RESERVED,
 ) -> tuple[Tensor, np.ndarray, RowCache]:
-    """As `prefill`, for a batch in which some prompts hold images. Every prompt is read by itself: images make equal ids different."""
+    """As `prefill`, for a batch in which some prompts hold images. Every prompt is read by itself: images make equal
+    ids different."""
     lengths = np.array([len(prompt) for prompt in prompts])
     order = np.argsort(lengths, kind="stable")
     cache = RowCache(len(prompts), int(lengths.max()) + reserved, model)
@@ -208,7 +232,9 @@ def prefill_images(
         if pixels is None:
             given = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1], device=device)[None]}
         else:
-            embeddings, places, shift[row : row + 1] = embedded(model.base_model, ids, pixels, torch.from_numpy(found)[None].to(device))
+            embeddings, places, shift[row : row + 1] = embedded(
+                model.base_model, ids, pixels, torch.from_numpy(found)[None].to(device)
+            )
             given = {"inputs_embeds": embeddings, "position_ids": places}
         output = model.base_model(attention_mask=mask, past_key_values=cache, use_cache=True, **given)
         logits.append(_head(model, output.last_hidden_state[:, -1]))
@@ -225,7 +251,9 @@ def decode(model: nn.Module, cache: RowCache, tokens: np.ndarray, positions: np.
 def _forward(model: Any, cache: RowCache, ids: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
     position_ids, mask = place
     position_ids, mask = position_ids.expand(len(ids), -1), mask.expand(len(ids), -1, -1, -1)
-    output = model.base_model(input_ids=ids, position_ids=position_ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+    output = model.base_model(
+        input_ids=ids, position_ids=position_ids, attention_mask=mask, past_key_values=cache, use_cache=True
+    )
     return output.last_hidden_state
 
 

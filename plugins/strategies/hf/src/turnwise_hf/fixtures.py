@@ -26,13 +26,14 @@ def _folder() -> Path:
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     # Wider than by default, so that a log-prob of another temperature or another token is far off.
     recipe = {"hidden_size": 32, "num_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 256}
-    return HfModelSource(None, ModelSourceContext(cache=place, texts=lambda: [{"role": "user", "content": text} for text in _TEXTS])).prepare(
-        {"recipe": recipe}
-    )
+    return HfModelSource(
+        None, ModelSourceContext(cache=place, texts=lambda: [{"role": "user", "content": text} for text in _TEXTS])
+    ).prepare({"recipe": recipe})
 
 
 def backend_fixture() -> dict[str, Any]:
-    """`config`, `context` (fp32, a recipe's model, its chat), `reference_logprobs(ids, temperature)`, `offer(version)` and `request(seed, …)`.
+    """`config`, `context` (fp32, a recipe's model, its chat), `reference_logprobs(ids, temperature)`, `offer(version)`
+    and `request(seed, …)`.
 
     `reference_logprobs`: float32 [n] for ids [n], the log-prob of each id given those before it (0 for the first), of
     log_softmax(logits / temperature) of one plain forward pass in fp32.
@@ -50,10 +51,17 @@ def backend_fixture() -> dict[str, Any]:
         return Offer("safetensors", version, {"folder": str(folder)})
 
     context = InferenceContext(folder, chat, dtype="fp32", sequence_length=256)
-    return {"config": HfConfig(), "context": context, "reference_logprobs": functools.partial(log_probs, model), "request": request, "offer": offer}
+    return {
+        "config": HfConfig(),
+        "context": context,
+        "reference_logprobs": functools.partial(log_probs, model),
+        "request": request,
+        "offer": offer,
+    }
 
 
 def source_fixture() -> dict[str, Any]:
-    """`pretrain`: the smallest recipe, whose tokenizer needs no texts of environments; `texts` that its chat can write."""
+    """`pretrain`: the smallest recipe, whose tokenizer needs no texts of environments; `texts` that its chat can
+    write."""
     recipe = {"hidden_size": 16, "num_heads": 2, "num_layers": 1, "tokenizer": "byte_bpe", "vocab_size": 300}
     return {"pretrain": {"recipe": recipe}, "texts": ["Left", "The goal is near: 2 down."]}

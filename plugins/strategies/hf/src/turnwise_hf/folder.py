@@ -13,22 +13,30 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 
 def folder_problems(folder: Path) -> list[str]:
-    """One line for each thing that keeps `folder` from being a complete causal language model with tokenizer and chat template."""
+    """One line for each thing that keeps `folder` from being a complete causal language model with tokenizer and chat
+    template."""
     if not folder.exists():
         return [f"pretrain: the folder {folder} is not there. Fix: correct the path, or name a hub id or a recipe"]
     if not folder.is_dir():
         return [f"pretrain: {folder} is a file, not a model folder. Fix: name the folder that holds config.json"]
     config = folder / "config.json"
     if not config.is_file():
-        return [f"pretrain: {folder} is not a model folder (it has no config.json). Fix: name a folder in Hugging Face layout"]
+        return [
+            f"pretrain: {folder} is not a model folder (it has no config.json). Fix: name a folder in Hugging Face"
+            " layout"
+        ]
     facts = _json(config)
     if not isinstance(facts, dict) or "model_type" not in facts:
-        return [f"pretrain: {config} is not a model's configuration (broken, or without model_type). Fix: fetch or export the model again"]
+        return [
+            f"pretrain: {config} is not a model's configuration (broken, or without model_type). Fix: fetch or export"
+            " the model again"
+        ]
     return [*_weight_problems(folder), *_tokenizer_problems(folder)]
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of `folder`: the one, or the shards that its index names (whether there or not), or none."""
+    """The safetensors files of `folder`: the one, or the shards that its index names (whether there or not), or
+    none."""
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     index = _json(folder / _INDEX)
@@ -37,7 +45,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def header(path: Path) -> dict[str, Any]:
-    """A safetensors file's header: name → dtype, shape, data_offsets. Raises ValueError for a file that is cut short or no such file."""
+    """A safetensors file's header: name → dtype, shape, data_offsets. Raises ValueError for a file that is cut short or
+    no such file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -56,7 +65,10 @@ def _weight_problems(folder: Path) -> Iterator[str]:
     files = weight_files(folder)
     if not files:
         old = " (pytorch_model.bin is not read)" if list(folder.glob("pytorch_model*.bin")) else ""
-        yield f"pretrain: {folder} has no weights as safetensors{old}. Fix: save the model with save_pretrained of a recent transformers"
+        yield (
+            f"pretrain: {folder} has no weights as safetensors{old}. Fix: save the model with save_pretrained of a"
+            " recent transformers"
+        )
     for path in files:
         if not path.is_file():
             yield f"pretrain: {folder} lacks the shard {path.name} that its index names. Fix: fetch the folder again"
@@ -69,7 +81,10 @@ def _weight_problems(folder: Path) -> Iterator[str]:
 
 def _tokenizer_problems(folder: Path) -> Iterator[str]:
     if not any((folder / name).is_file() for name in _TOKENIZERS):
-        yield f"pretrain: {folder} has no tokenizer (none of {', '.join(_TOKENIZERS)}). Fix: save the tokenizer into it with save_pretrained"
+        yield (
+            f"pretrain: {folder} has no tokenizer (none of {', '.join(_TOKENIZERS)}). Fix: save the tokenizer into it"
+            " with save_pretrained"
+        )
         return
     settings = _json(folder / "tokenizer_config.json")
     inside = isinstance(settings, dict) and bool(settings.get("chat_template"))

@@ -34,7 +34,16 @@ from turnwise.contracts.chat import Message
 from turnwise.errors import CheckpointError, ConfigError, MachineError
 from turnwise_hf.config import Recipe
 from turnwise_hf.folder import folder_problems
-from turnwise_hf.tokenizers import IMAGE, VIDEO, VISION_END, VISION_START, build_tokenizer, save_tokenizer, shown_texts, template_of
+from turnwise_hf.tokenizers import (
+    IMAGE,
+    VIDEO,
+    VISION_END,
+    VISION_START,
+    build_tokenizer,
+    save_tokenizer,
+    shown_texts,
+    template_of,
+)
 from turnwise_torch.models import quiet
 
 _ARCHITECTURES: dict[str, tuple[Any, Any]] = {
@@ -48,17 +57,24 @@ _LAYOUT = 1
 """Part of the digest: raised when this file or the tokenizers change what a recipe gives."""
 
 
-def prepare_recipe(recipe: Recipe, messages: Sequence[Message], seed: int, cache: Path, tokenizer: Path | None = None) -> Path:
-    """The folder `cache/<digest of recipe, seed and texts>`, made unless it is there and complete. Raises ConfigError, MachineError.
+def prepare_recipe(
+    recipe: Recipe, messages: Sequence[Message], seed: int, cache: Path, tokenizer: Path | None = None
+) -> Path:
+    """The folder `cache/<digest of recipe, seed and texts>`, made unless it is there and complete. Raises ConfigError,
+    MachineError.
 
-    The tokenizer is that of the model folder `tokenizer`, with the recipe's chat template; without one it is trained on those of `messages`
-    that the template shows. Raises CheckpointError for a folder without one.
+    The tokenizer is that of the model folder `tokenizer`, with the recipe's chat template; without one it is trained on
+    those of `messages` that the template shows. Raises CheckpointError for a folder without one.
 
-    The folder appears by one rename, so a killed or a second process never leaves half of one. The global RNG state is left as it was.
+    The folder appears by one rename, so a killed or a second process never leaves half of one. The global RNG state is
+    left as it was.
     """
     texts = _files(tokenizer) if tokenizer is not None else sorted(shown_texts(recipe, messages))
     if recipe.tokenizer == "word" and not texts:
-        raise ConfigError("pretrain.recipe.tokenizer: word needs the environments' texts, and there are none. Fix: tokenizer: byte_bpe")
+        raise ConfigError(
+            "pretrain.recipe.tokenizer: word needs the environments' texts, and there are none. Fix: tokenizer:"
+            " byte_bpe"
+        )
     seed = seed if recipe.seed is None else recipe.seed
     folder = Path(cache) / f"{recipe.architecture}-{_digest(recipe, texts, seed)}"
     if folder.is_dir() and not folder_problems(folder):
@@ -67,13 +83,19 @@ def prepare_recipe(recipe: Recipe, messages: Sequence[Message], seed: int, cache
         folder.parent.mkdir(parents=True, exist_ok=True)
         making = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
         try:
-            _write(recipe, _loaded(tokenizer, recipe) if tokenizer is not None else build_tokenizer(recipe, texts), seed, making)
+            _write(
+                recipe,
+                _loaded(tokenizer, recipe) if tokenizer is not None else build_tokenizer(recipe, texts),
+                seed,
+                making,
+            )
             _move(making, folder)
         finally:
             shutil.rmtree(making, ignore_errors=True)
     except OSError as error:
         raise MachineError(
-            f"cannot write the model made by pretrain.recipe into {folder.parent}: {error}. Fix: free space, or another output_dir"
+            f"cannot write the model made by pretrain.recipe into {folder.parent}: {error}. Fix: free space, or another"
+            " output_dir"
         ) from error
     return folder
 
@@ -88,7 +110,9 @@ def _files(folder: Path) -> list[str]:
     try:
         return [(folder / name).read_text(encoding="utf-8") for name in ("tokenizer.json", "tokenizer_config.json")]
     except OSError as error:
-        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}. Fix: resume from another checkpoint.") from error
+        raise CheckpointError(
+            f"the tokenizer in {folder} cannot be read: {error}. Fix: resume from another checkpoint."
+        ) from error
 
 
 def _loaded(folder: Path, recipe: Recipe) -> PreTrainedTokenizerFast:
@@ -126,7 +150,11 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -
     if recipe.architecture in ("qwen3", "qwen3_moe"):
         options["head_dim"] = recipe.hidden_size // recipe.num_heads
     if recipe.architecture == "qwen3_moe":
-        options |= {"num_experts": recipe.num_experts, "num_experts_per_tok": recipe.num_experts_per_tok, "norm_topk_prob": True}
+        options |= {
+            "num_experts": recipe.num_experts,
+            "num_experts_per_tok": recipe.num_experts_per_tok,
+            "norm_topk_prob": True,
+        }
         options["moe_intermediate_size"] = recipe.moe_intermediate_size or recipe.hidden_size
     if recipe.architecture == "qwen2_5_vl":
         options = _with_vision(recipe, options, tokenizer)
@@ -140,7 +168,11 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -
 def _with_vision(recipe: Recipe, text: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """The options of a vision-language model around those of its text model."""
     half = recipe.hidden_size // recipe.num_heads // 2
-    sections = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]  # time, height, width: the shares of Qwen2.5-VL
+    sections = [
+        half - 2 * (3 * half // 8),
+        3 * half // 8,
+        3 * half // 8,
+    ]  # time, height, width: the shares of Qwen2.5-VL
     vision = {
         "depth": recipe.num_layers,
         "hidden_size": recipe.hidden_size,
@@ -151,7 +183,12 @@ def _with_vision(recipe: Recipe, text: dict[str, Any], tokenizer: PreTrainedToke
         "fullatt_block_indexes": [recipe.num_layers - 1],
         "initializer_range": recipe.initializer_range,
     }
-    names = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
+    names = {
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": VISION_START,
+        "vision_end_token_id": VISION_END,
+    }
     return {
         "text_config": {**text, "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": sections}},
         "vision_config": vision,
@@ -162,7 +199,8 @@ def _with_vision(recipe: Recipe, text: dict[str, Any], tokenizer: PreTrainedToke
 
 
 def _move(making: Path, folder: Path) -> None:
-    """Rename into place. A broken folder gives way; one that another process finished meanwhile stays (it is the same)."""
+    """Rename into place. A broken folder gives way; one that another process finished meanwhile stays (it is the
+    same)."""
     if folder.exists() and folder_problems(folder):
         shutil.rmtree(folder)
     try:

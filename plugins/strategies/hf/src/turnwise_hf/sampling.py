@@ -18,7 +18,8 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 @frozen(eq=False)
 class Rules:
-    """How the rows of a batch are sampled, as arrays over rows: `temperature` (greedy rows hold 1), `greedy`, `top_p`, `top_k` (0: off), `seeds`."""
+    """How the rows of a batch are sampled, as arrays over rows: `temperature` (greedy rows hold 1), `greedy`, `top_p`,
+    `top_k` (0: off), `seeds`."""
 
     temperature: np.ndarray
     greedy: np.ndarray
@@ -41,11 +42,14 @@ class Rules:
 
     def rows(self, index: np.ndarray) -> Rules:
         """The rules of some rows."""
-        return Rules(self.temperature[index], self.greedy[index], self.top_p[index], self.top_k[index], self.seeds[index])
+        return Rules(
+            self.temperature[index], self.greedy[index], self.top_p[index], self.top_k[index], self.seeds[index]
+        )
 
 
 def uniform(seeds: np.ndarray, position: int) -> np.ndarray:
-    """float64 [n] in [0, 1): the number that belongs to each seed (uint64 [n]) and position, whatever else is in the batch.
+    """float64 [n] in [0, 1): the number that belongs to each seed (uint64 [n]) and position, whatever else is in the
+    batch.
 
     SplitMix64 (Steele, Lea, Flood 2014) from a mixed seed, so that neighbouring seeds are far apart; the upper 52 bits.
     """
@@ -64,8 +68,8 @@ def _mixed(state: np.ndarray) -> np.ndarray:
 def draw(logits: Tensor, rules: Rules, position: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens int32 [n] and their log-probs float32 [n] for logits [n, vocabulary], at generated position `position`.
 
-    A log-prob is of log_softmax(logits / temperature) over the full vocabulary, before top-k and top-p; greedy: temperature 1.
-    Non-finite logits give a non-finite log-prob, which the caller must refuse.
+    A log-prob is of log_softmax(logits / temperature) over the full vocabulary, before top-k and top-p; greedy:
+    temperature 1. Non-finite logits give a non-finite log-prob, which the caller must refuse.
     """
     device = logits.device
     logits = logits.float()
@@ -84,7 +88,8 @@ def draw(logits: Tensor, rules: Rules, position: int) -> tuple[np.ndarray, np.nd
 
 
 def _inverse_cdf(logprobs: Tensor, rules: Rules, position: int) -> Tensor:
-    """The first token whose cumulated mass exceeds u × the whole mass. In float64: in float32 a large vocabulary's tail is rounded away."""
+    """The first token whose cumulated mass exceeds u × the whole mass. In float64: in float32 a large vocabulary's tail
+    is rounded away."""
     mass = truncated(logprobs.exp().double(), rules)
     cumulated = mass.cumsum(dim=-1)
     number = torch.from_numpy(uniform(rules.seeds, position)).to(logprobs.device)
@@ -93,7 +98,8 @@ def _inverse_cdf(logprobs: Tensor, rules: Rules, position: int) -> Tensor:
 
 
 def truncated(mass: Tensor, rules: Rules) -> Tensor:
-    """`mass` [n, vocabulary] with zeros for what top-k, and then top-p of what top-k left, take out. Equal masses: the smaller id stays."""
+    """`mass` [n, vocabulary] with zeros for what top-k, and then top-p of what top-k left, take out. Equal masses: the
+    smaller id stays."""
     rows = np.flatnonzero((rules.top_p < 1) | ((rules.top_k > 0) & (rules.top_k < mass.shape[-1])))
     if not len(rows):
         return mass

@@ -25,7 +25,8 @@ class HfModelSource:
         self._chats: dict[Path, Chat] = {}
 
     def prepare(self, pretrain: str | Mapping[str, Any]) -> Path:
-        """The model's folder. Raises ConfigError (not a model, a mistake in the recipe) or MachineError (cannot be fetched or written here)."""
+        """The model's folder. Raises ConfigError (not a model, a mistake in the recipe) or MachineError (cannot be
+        fetched or written here)."""
         if isinstance(pretrain, Mapping):
             recipe = recipe_from(pretrain)
             from turnwise_hf.recipe import prepare_recipe
@@ -40,7 +41,8 @@ class HfModelSource:
         return folder if folder.exists() else self._fetch(pretrain)
 
     def check(self, pretrain: str | Mapping[str, Any]) -> list[str]:
-        """Problems known without torch and without the network, one line each. Whether a hub id exists shows when it is fetched."""
+        """Problems known without torch and without the network, one line each. Whether a hub id exists shows when it is
+        fetched."""
         if isinstance(pretrain, Mapping):
             try:
                 recipe_from(pretrain)
@@ -48,7 +50,10 @@ class HfModelSource:
                 return list(error.problems)
             return []
         if not isinstance(pretrain, str) or not pretrain.strip():
-            return [f"pretrain: {pretrain!r} is no model. Fix: a folder, a hub id, or a recipe such as {{recipe: {{architecture: qwen2}}}}"]
+            return [
+                f"pretrain: {pretrain!r} is no model. Fix: a folder, a hub id, or a recipe such as {{recipe:"
+                " {architecture: qwen2}}"
+            ]
         folder = Path(pretrain).expanduser()
         return [] if not folder.exists() and _may_be_hub_id(pretrain) else folder_problems(folder)
 
@@ -65,8 +70,11 @@ class HfModelSource:
         import huggingface_hub
 
         try:
-            folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=_FILES + _CODE * self._context.trust_remote_code))
-        # The hub client raises its own errors, its HTTP client's and the system's; whatever it was, the model is not here.
+            folder = Path(
+                huggingface_hub.snapshot_download(name, allow_patterns=_FILES + _CODE * self._context.trust_remote_code)
+            )
+        # The hub client raises its own errors, its HTTP client's and the system's; whatever it was, the model is not
+        # here.
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise MachineError(

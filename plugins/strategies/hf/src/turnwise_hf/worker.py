@@ -1,4 +1,5 @@
-"""One thread that samples: batches one after the other, other work between two tokens, a pause, an end that leaves nobody waiting."""
+"""One thread that samples: batches one after the other, other work between two tokens, a pause, an end that leaves
+nobody waiting."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class Worker:
-    """Runs `submit`ted batches in order, never while paused. A job of `between` runs between two batches, or between two tokens of one."""
+    """Runs `submit`ted batches in order, never while paused. A job of `between` runs between two batches, or between
+    two tokens of one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -42,7 +44,8 @@ class Worker:
         self._set_paused(False)
 
     def checkpoint(self, let_go: Callable[[], None], take_again: Callable[[], None]) -> None:
-        """Called by a batch between two tokens: runs waiting jobs and sits out a pause, in between `let_go` and `take_again`.
+        """Called by a batch between two tokens: runs waiting jobs and sits out a pause, in between `let_go` and
+        `take_again`.
 
         Raises EngineError when the worker is closed meanwhile.
         """

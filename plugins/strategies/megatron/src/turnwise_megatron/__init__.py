@@ -13,7 +13,10 @@ def train_strategies() -> list[Implementation]:
             config="turnwise_megatron.config:MegatronConfig",
             requires=("megatron",),
             aliases=("megatron_train", "megatron_infer"),
-            summary="Megatron Core: tensor, pipeline, context, sequence and expert parallel training of Llama, Qwen2, Qwen3 and Qwen3-MoE",
+            summary=(
+                "Megatron Core: tensor, pipeline, context, sequence and expert parallel training of Llama, Qwen2, Qwen3"
+                " and Qwen3-MoE"
+            ),
             fixtures="turnwise_megatron.fixtures:strategy_fixture",
         )
     ]

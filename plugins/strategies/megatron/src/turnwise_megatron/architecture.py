@@ -1,4 +1,5 @@
-"""Which Hugging Face models become Megatron models: Llama, Qwen2, Qwen3 and Qwen3-MoE. Others are refused by name, before anything loads."""
+"""Which Hugging Face models become Megatron models: Llama, Qwen2, Qwen3 and Qwen3-MoE. Others are refused by name,
+before anything loads."""
 
 from __future__ import annotations
 
@@ -72,12 +73,17 @@ def read_architecture(folder: Path) -> Architecture:
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} is not a model folder (it has no config.json). Fix: name a folder in Hugging Face layout as pretrain")
+        raise CheckpointError(
+            f"{folder} is not a model folder (it has no config.json). Fix: name a folder in Hugging Face layout as"
+            " pretrain"
+        )
     try:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except ValueError as error:
         # A class of the folder's own would be of no use: layers are built here, by the architecture's name.
-        raise CheckpointError(f"{folder} holds a model of no architecture that transformers has. Fix: another pretrain, or strategy torch") from error
+        raise CheckpointError(
+            f"{folder} holds a model of no architecture that transformers has. Fix: another pretrain, or strategy torch"
+        ) from error
     return Architecture(
         config=config,
         family=config.model_type,
@@ -99,39 +105,65 @@ def _experts(config: Any) -> Experts | None:
     if config.model_type != "qwen3_moe":
         return None
     step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
-    layers = tuple(config.num_experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(config.num_hidden_layers))
+    layers = tuple(
+        config.num_experts > 0 and layer not in dense and (layer + 1) % step == 0
+        for layer in range(config.num_hidden_layers)
+    )
     if not any(layers):
         return None
-    return Experts(config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size, config.norm_topk_prob, layers)
+    return Experts(
+        config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size, config.norm_topk_prob, layers
+    )
 
 
 def refusals(folder: Path, config: MegatronConfig) -> list[str]:
-    """One line for each thing that keeps the model in `folder` from this strategy; a folder that is not there says nothing."""
+    """One line for each thing that keeps the model in `folder` from this strategy; a folder that is not there says
+    nothing."""
     try:
         facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
     family = facts.get("model_type")
     if family not in FAMILIES:
-        return [f"strategy megatron has no conversion for {family!r} ({folder}). It has: {', '.join(FAMILIES)}. Fix: strategy_name: torch"]
+        return [
+            f"strategy megatron has no conversion for {family!r} ({folder}). It has: {', '.join(FAMILIES)}. Fix:"
+            " strategy_name: torch"
+        ]
     architecture = read_architecture(folder)
     return [f"{line} ({folder})" for line in (*_unknown_parts(architecture), *_indivisible(architecture, config))]
 
 
 def _unknown_parts(architecture: Architecture) -> Iterator[str]:
     config, family = architecture.config, architecture.family
-    for name, known in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"), ("use_sliding_window", False)):
+    for name, known in (
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("hidden_act", "silu"),
+        ("use_sliding_window", False),
+    ):
         if getattr(config, name, known) not in (known, None):
-            yield f"strategy megatron has no conversion for {family} with {name}: {getattr(config, name)}. Fix: strategy_name: torch or deepspeed"
+            yield (
+                f"strategy megatron has no conversion for {family} with {name}: {getattr(config, name)}. Fix:"
+                " strategy_name: torch or deepspeed"
+            )
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if others:
-        yield f"strategy megatron has no conversion for {family} with layers of {', '.join(sorted(others))}. Fix: strategy_name: torch"
+        yield (
+            f"strategy megatron has no conversion for {family} with layers of {', '.join(sorted(others))}. Fix:"
+            " strategy_name: torch"
+        )
     experts = architecture.experts
     if experts is not None and experts.chosen == 1 and experts.normalised:
-        yield f"strategy megatron has no conversion for {family} with num_experts_per_tok: 1 and norm_topk_prob: true. Fix: strategy_name: torch"
+        yield (
+            f"strategy megatron has no conversion for {family} with num_experts_per_tok: 1 and norm_topk_prob: true."
+            " Fix: strategy_name: torch"
+        )
     rope = config.rope_parameters
     if rope.get("rope_type", "default") not in ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        yield f"strategy megatron has no conversion for {family} with rope_parameters: {rope}. It has: {', '.join(ROPES)}. Fix: strategy_name: torch"
+        yield (
+            f"strategy megatron has no conversion for {family} with rope_parameters: {rope}. It has:"
+            f" {', '.join(ROPES)}. Fix: strategy_name: torch"
+        )
 
 
 def _indivisible(architecture: Architecture, config: MegatronConfig) -> Iterator[str]:
@@ -151,19 +183,38 @@ def _indivisible(architecture: Architecture, config: MegatronConfig) -> Iterator
     if experts is not None:
         yield from _expert_sizes(experts, config)
     elif config.expert_model_parallel_size > 1:
-        yield f"expert_model_parallel_size: {config.expert_model_parallel_size}, and {architecture.family} has no experts. Fix: 1"
+        yield (
+            f"expert_model_parallel_size: {config.expert_model_parallel_size}, and {architecture.family} has no"
+            " experts. Fix: 1"
+        )
     elif config.expert_tensor_parallel_size is not None:
-        yield f"expert_tensor_parallel_size: {config.expert_tensor_parallel_size}, and {architecture.family} has no experts. Fix: remove it"
+        yield (
+            f"expert_tensor_parallel_size: {config.expert_tensor_parallel_size}, and {architecture.family} has no"
+            " experts. Fix: remove it"
+        )
 
 
 def _expert_sizes(experts: Experts, config: MegatronConfig) -> Iterator[str]:
-    tensor, expert, expert_tensor = config.tensor_model_parallel_size, config.expert_model_parallel_size, config.experts_tensor_parallel
+    tensor, expert, expert_tensor = (
+        config.tensor_model_parallel_size,
+        config.expert_model_parallel_size,
+        config.experts_tensor_parallel,
+    )
     if experts.count % expert:
         yield f"expert_model_parallel_size: {expert} does not divide the {experts.count} experts of the model"
     if experts.intermediate % expert_tensor:
-        name = "tensor_model_parallel_size" if config.expert_tensor_parallel_size is None else "expert_tensor_parallel_size"
+        name = (
+            "tensor_model_parallel_size"
+            if config.expert_tensor_parallel_size is None
+            else "expert_tensor_parallel_size"
+        )
         yield f"{name}: {expert_tensor} does not divide moe_intermediate_size {experts.intermediate} of the model"
     if tensor > 1 and not config.sequence_parallel:
-        yield f"tensor_model_parallel_size: {tensor} of a model with experts needs sequence parallelism. Fix: sequence_parallel: true"
-    if expert == 1 and expert_tensor != tensor:  # Megatron reduces the gradients of experts as those of other weights then
+        yield (
+            f"tensor_model_parallel_size: {tensor} of a model with experts needs sequence parallelism. Fix:"
+            " sequence_parallel: true"
+        )
+    if (
+        expert == 1 and expert_tensor != tensor
+    ):  # Megatron reduces the gradients of experts as those of other weights then
         yield f"expert_tensor_parallel_size: {expert_tensor} needs an expert_model_parallel_size over 1. Fix: remove it"

@@ -14,9 +14,9 @@ from turnwise_torch.config import adam_betas
 
 @frozen
 class MegatronConfig:
-    """Megatron Core's arguments by their own names; those without a field here are collected in `engine_args` (fields of its
-    TransformerConfig, OptimizerConfig or DistributedDataParallelConfig). AdamW's `betas` and `eps`; `logits_chunk`: tokens whose logits
-    exist at a time (0: as many as hold 2²⁶ logits)."""
+    """Megatron Core's arguments by their own names; those without a field here are collected in `engine_args` (fields
+    of its TransformerConfig, OptimizerConfig or DistributedDataParallelConfig). AdamW's `betas` and `eps`;
+    `logits_chunk`: tokens whose logits exist at a time (0: as many as hold 2²⁶ logits)."""
 
     tensor_model_parallel_size: int = field(default=1, validator=validators.ge(1))
     pipeline_model_parallel_size: int = field(default=1, validator=validators.ge(1))
@@ -41,7 +41,8 @@ class MegatronConfig:
         return StrategyCapabilities(data_parallel_size=self.data_parallel_size, memory=self.memory)
 
     def data_parallel_size(self, world: int) -> int:
-        """dp = world / (tp · pp · cp). Raises ValueError where `world` devices cannot be divided so, or not among the experts."""
+        """dp = world / (tp · pp · cp). Raises ValueError where `world` devices cannot be divided so, or not among the
+        experts."""
         tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size
         if world % (tp * pp * cp):
             sizes = f"tensor_model_parallel_size {tp} × pipeline_model_parallel_size {pp} × context_parallel_size {cp}"
@@ -60,15 +61,26 @@ class MegatronConfig:
     def memory(self, facts: Mapping[str, Any]) -> dict[str, int]:
         """Bytes on one device: `weights`, `gradients` (fp32, as Megatron accumulates them), `optimizer`, `activations`.
 
-        `facts`: `parameters` (a count), `dtype`, `world` (devices), `trainable` (default true), `activations` and `activations_kept` (bytes
-        of a micro-batch on one device, with and without recomputation). Experts are left out: the parameters are taken for a dense model's.
+        `facts`: `parameters` (a count), `dtype`, `world` (devices), `trainable` (default true), `activations` and
+        `activations_kept` (bytes of a micro-batch on one device, with and without recomputation). Experts are left out:
+        the parameters are taken for a dense model's.
         """
         count, width = int(facts["parameters"]), BYTES[facts["dtype"]]
         shard = count // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
         split = self.context_parallel_size * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
-        held = int(facts["activations" if self.recompute_granularity == "full" or not facts.get("trainable", True) else "activations_kept"])
+        held = int(
+            facts[
+                "activations"
+                if self.recompute_granularity == "full" or not facts.get("trainable", True)
+                else "activations_kept"
+            ]
+        )
         out = {"weights": shard * width, "gradients": 0, "optimizer": 0, "activations": held // split}
         if facts.get("trainable", True):
-            sharing = self.data_parallel_size(int(facts["world"])) * self.context_parallel_size if self.use_distributed_optimizer else 1
+            sharing = (
+                self.data_parallel_size(int(facts["world"])) * self.context_parallel_size
+                if self.use_distributed_optimizer
+                else 1
+            )
             out |= {"gradients": shard * 4, "optimizer": shard * (8 if width == 4 else 12) // sharing}
         return out

@@ -1,4 +1,5 @@
-"""Weights between Hugging Face folders and this rank's part of a Megatron model: read slice by slice, gathered tensor by tensor."""
+"""Weights between Hugging Face folders and this rank's part of a Megatron model: read slice by slice, gathered tensor
+by tensor."""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ _EXPERT = re.compile(r"(?P<layer>.*\.experts\.)(?P<number>\d+)\.(?P<part>gate|up
 
 @frozen
 class Entry:
-    """One Megatron parameter of a stage: `name` in that stage's model, how tensor parallelism cuts it, and the HF tensors that it is made of.
+    """One Megatron parameter of a stage: `name` in that stage's model, how tensor parallelism cuts it, and the HF
+    tensors that it is made of.
 
-    A parameter of an expert is another expert's on every expert parallel rank: `sources` are those of all ranks, one rank after the other.
+    A parameter of an expert is another expert's on every expert parallel rank: `sources` are those of all ranks, one
+    rank after the other.
     """
 
     name: str
@@ -44,15 +47,20 @@ class Entry:
         return self.sources[rank * each : (rank + 1) * each]
 
 
-def stage_entries(architecture: Architecture, layers: range, first: bool, last: bool, value: bool, expert_parallel: int) -> Iterator[Entry]:
-    """The parameters of a pipeline stage with the model's `layers`, in Hugging Face's order; experts by the names of checkpoints, one by one."""
+def stage_entries(
+    architecture: Architecture, layers: range, first: bool, last: bool, value: bool, expert_parallel: int
+) -> Iterator[Entry]:
+    """The parameters of a pipeline stage with the model's `layers`, in Hugging Face's order; experts by the names of
+    checkpoints, one by one."""
     if first:
         yield Entry("embedding.word_embeddings.weight", "vocabulary", ("model.embed_tokens.weight",))
     for here, layer in enumerate(layers):
         ours, theirs = f"decoder.layers.{here}.", f"model.layers.{layer}."
         attention = f"{theirs}self_attn."
         for part in ("weight", "bias") if architecture.qkv_bias else ("weight",):
-            yield Entry(f"{ours}self_attention.linear_qkv.{part}", "qkv", tuple(f"{attention}{x}_proj.{part}" for x in "qkv"))
+            yield Entry(
+                f"{ours}self_attention.linear_qkv.{part}", "qkv", tuple(f"{attention}{x}_proj.{part}" for x in "qkv")
+            )
         yield Entry(f"{ours}self_attention.linear_proj.weight", "columns", (f"{attention}o_proj.weight",))
         if architecture.qk_norm:
             for x in "qk":
@@ -60,7 +68,9 @@ def stage_entries(architecture: Architecture, layers: range, first: bool, last: 
         if count := architecture.experts_in(layer):
             yield from _expert_entries(f"{ours}mlp.", f"{theirs}mlp.", count, expert_parallel)
         else:
-            yield Entry(f"{ours}mlp.linear_fc1.weight", "gate", (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight"))
+            yield Entry(
+                f"{ours}mlp.linear_fc1.weight", "gate", (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight")
+            )
             yield Entry(f"{ours}mlp.linear_fc2.weight", "columns", (f"{theirs}mlp.down_proj.weight",))
         yield Entry(f"{ours}input_layernorm.weight", "whole", (f"{theirs}input_layernorm.weight",))
         yield Entry(f"{ours}pre_mlp_layernorm.weight", "whole", (f"{theirs}post_attention_layernorm.weight",))
@@ -69,7 +79,11 @@ def stage_entries(architecture: Architecture, layers: range, first: bool, last: 
         if value:
             yield from (Entry(name, "whole", (name,)) for name in VALUE_HEAD)
         else:
-            yield Entry("output_layer.weight", "vocabulary", ("model.embed_tokens.weight" if architecture.tied else "lm_head.weight",))
+            yield Entry(
+                "output_layer.weight",
+                "vocabulary",
+                ("model.embed_tokens.weight" if architecture.tied else "lm_head.weight",),
+            )
 
 
 def _expert_entries(ours: str, theirs: str, count: int, expert_parallel: int) -> Iterator[Entry]:
@@ -84,7 +98,8 @@ def _expert_entries(ours: str, theirs: str, count: int, expert_parallel: int) ->
 
 
 class FusedExpert:
-    """A slice of one expert's matrix, where a layer's experts are stored as one tensor [experts, rows, columns], as transformers holds them."""
+    """A slice of one expert's matrix, where a layer's experts are stored as one tensor [experts, rows, columns], as
+    transformers holds them."""
 
     def __init__(self, whole: Any, expert: int, start: int, rows: int) -> None:
         self._whole, self._expert, self._start, self._rows = whole, expert, start, rows
@@ -106,7 +121,11 @@ class Folder:
         self._files: dict[str, Any] = {}
         try:
             index = folder / "model.safetensors.index.json"
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+            names = (
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+                if index.is_file()
+                else {"model.safetensors"}
+            )
             if (folder / VALUE_HEAD_FILE).is_file():
                 names.add(VALUE_HEAD_FILE)
             for name in sorted(names):
@@ -114,7 +133,9 @@ class Folder:
                 prefix = "value_head." if name == VALUE_HEAD_FILE else ""
                 self._files |= {prefix + key: (opened, key) for key in opened.keys()}  # noqa: SIM118 (a handle, not a mapping)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise CheckpointError(f"cannot read the weights in {folder}: {first_line(error)}. Fix: fetch or export the folder again") from error
+            raise CheckpointError(
+                f"cannot read the weights in {folder}: {first_line(error)}. Fix: fetch or export the folder again"
+            ) from error
 
     def __contains__(self, name: str) -> bool:
         return self._found(name) is not None
@@ -125,19 +146,28 @@ class Folder:
         if found is not None:
             return found[0].get_slice(found[1])
         expert = _EXPERT.fullmatch(name)
-        fused = expert and self._found(f"{expert['layer']}{'down_proj' if expert['part'] == 'down' else 'gate_up_proj'}")
+        fused = expert and self._found(
+            f"{expert['layer']}{'down_proj' if expert['part'] == 'down' else 'gate_up_proj'}"
+        )
         if not expert or not fused:
-            raise CheckpointError(f"the model in {self.folder} lacks the weight {name!r}. Fix: fetch or export the folder again")
+            raise CheckpointError(
+                f"the model in {self.folder} lacks the weight {name!r}. Fix: fetch or export the folder again"
+            )
         whole = fused[0].get_slice(fused[1])
         rows = whole.get_shape()[1] if expert["part"] == "down" else whole.get_shape()[1] // 2
         return FusedExpert(whole, int(expert["number"]), rows if expert["part"] == "up" else 0, rows)
 
     def _found(self, name: str) -> tuple[Any, str] | None:
-        return self._files.get(name) or self._files.get(name.removeprefix("model."))  # a backbone's names have no prefix
+        return self._files.get(name) or self._files.get(
+            name.removeprefix("model.")
+        )  # a backbone's names have no prefix
 
 
-def load(model: nn.Module, entries: Sequence[Entry], folder: Folder, architecture: Architecture, parallel: Parallel) -> None:
-    """Copy this rank's part of every entry into `model`, cast to its dtype. A critic without a saved value head starts from zeros."""
+def load(
+    model: nn.Module, entries: Sequence[Entry], folder: Folder, architecture: Architecture, parallel: Parallel
+) -> None:
+    """Copy this rank's part of every entry into `model`, cast to its dtype. A critic without a saved value head starts
+    from zeros."""
     parameters = dict(model.named_parameters())
     tied_here = "output_layer.weight" not in parameters
     with torch.no_grad():
@@ -150,11 +180,14 @@ def load(model: nn.Module, entries: Sequence[Entry], folder: Folder, architectur
                 continue
             experts = parallel.experts
             slices = [folder.slice(name) for name in entry.sources_of(experts.rank, experts.size)]
-            place = (experts.tensor, experts.tensor_size) if entry.expert else (parallel.tensor, parallel.sizes["tensor"])
+            place = (
+                (experts.tensor, experts.tensor_size) if entry.expert else (parallel.tensor, parallel.sizes["tensor"])
+            )
             part = _cut(entry.kind, slices, architecture, *place)
             if part.shape != parameter.shape:
                 raise CheckpointError(
-                    f"the weight {entry.sources[0]!r} in {folder.folder} does not have the shape that its config.json gives. Fix: export it again"
+                    f"the weight {entry.sources[0]!r} in {folder.folder} does not have the shape that its config.json"
+                    " gives. Fix: export it again"
                 )
             parameter.copy_(part)
     assert not parameters, sorted(parameters)
@@ -194,7 +227,9 @@ def _join(kind: Kind, parts: Sequence[Tensor], architecture: Architecture) -> li
         return [torch.cat([part.chunk(2)[which] for part in parts]) for which in (0, 1)]
     size, each = architecture.head_dim, architecture.heads // architecture.groups
     groups = architecture.groups // len(parts)
-    cuts = [part.reshape(groups, (each + 2) * size, *part.shape[1:]).split([each * size, size, size], 1) for part in parts]
+    cuts = [
+        part.reshape(groups, (each + 2) * size, *part.shape[1:]).split([each * size, size, size], 1) for part in parts
+    ]
     return [torch.cat([cut[which].flatten(0, 1) for cut in cuts]) for which in (0, 1, 2)]
 
 
@@ -207,8 +242,8 @@ def gathered(
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors under their Hugging Face names on rank 0, one parameter at a time; tied ones under every name.
 
-    The pipeline, the tensor and the expert parallel ranks of rank 0 take part and are to iterate as well; they and all others get nothing.
-    `shape` returns the whole shape of a Hugging Face tensor, which another stage sends.
+    The pipeline, the tensor and the expert parallel ranks of rank 0 take part and are to iterate as well; they and all
+    others get nothing. `shape` returns the whole shape of a Hugging Face tensor, which another stage sends.
     """
     parameters = dict(model.named_parameters())
     like = next(iter(parameters.values()))
@@ -219,7 +254,11 @@ def gathered(
                 if parallel.rank == 0 and embedding is not None:
                     yield "lm_head.weight", embedding
                 continue
-            whole = _whole(parameters[entry.name].detach(), entry, architecture, parallel) if stage == parallel.pipeline else []
+            whole = (
+                _whole(parameters[entry.name].detach(), entry, architecture, parallel)
+                if stage == parallel.pipeline
+                else []
+            )
             # Of a stage one process has the whole tensors, and it alone sends them to rank 0.
             if parallel.tensor or parallel.replica:
                 continue
@@ -238,11 +277,14 @@ def gathered(
 
 
 def _whole(parameter: Tensor, entry: Entry, architecture: Architecture, parallel: Parallel) -> list[Tensor]:
-    """The HF tensors of a parameter on the first of the ranks that share it; on the others, and those that hold the same again, nothing."""
+    """The HF tensors of a parameter on the first of the ranks that share it; on the others, and those that hold the
+    same again, nothing."""
     experts = parallel.experts
     if experts.replica if entry.expert else parallel.replica:
         return []
-    group, size = (experts.group, experts.tensor_size) if entry.expert else (parallel.tensor_group, parallel.sizes["tensor"])
+    group, size = (
+        (experts.group, experts.tensor_size) if entry.expert else (parallel.tensor_group, parallel.sizes["tensor"])
+    )
     if entry.kind == "whole":
         return [parameter] if parallel.tensor == 0 else []
     parts: list[Tensor] | None = [parameter]
@@ -251,4 +293,8 @@ def _whole(parameter: Tensor, entry: Entry, architecture: Architecture, parallel
         dist.gather(parameter.contiguous(), parts, group=group, group_dst=0)
     if parts is None:
         return []
-    return [whole for start in range(0, len(parts), size) for whole in _join(entry.kind, parts[start : start + size], architecture)]
+    return [
+        whole
+        for start in range(0, len(parts), size)
+        for whole in _join(entry.kind, parts[start : start + size], architecture)
+    ]

@@ -17,7 +17,8 @@ from turnwise_torch.models import VALUE_HEAD_FILE, first_line, torch_dtype
 
 
 def write_model(folder: Path, source: Path, weights: Iterable[tuple[str, Tensor]], dtype: str, tied: bool) -> None:
-    """Write `weights`, and what else the folder `source` holds, to `folder`; a value head goes into a file of its own. Raises CheckpointError."""
+    """Write `weights`, and what else the folder `source` holds, to `folder`; a value head goes into a file of its own.
+    Raises CheckpointError."""
     head: dict[str, Tensor] = {}
 
     def backbone() -> Iterable[tuple[str, Tensor]]:

@@ -1,4 +1,5 @@
-"""Log-probs, entropies and values of response tokens from a stage's last hidden states, over a vocabulary and a sequence that ranks share."""
+"""Log-probs, entropies and values of response tokens from a stage's last hidden states, over a vocabulary and a
+sequence that ranks share."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ NEVER = torch.finfo(torch.float32).min
 class Share:
     """What a context parallel rank computes of a micro-batch of b rows with r response tokens.
 
-    `input_ids` int64 [b, n]: its positions. `rows`, `columns` int64 [m]: where in them response tokens are predicted. `targets` int64 [m].
-    `responses` int64 [m]: which of the r they are.
+    `input_ids` int64 [b, n]: its positions. `rows`, `columns` int64 [m]: where in them response tokens are predicted.
+    `targets` int64 [m]. `responses` int64 [m]: which of the r they are.
     """
 
     input_ids: Tensor
@@ -44,7 +45,8 @@ class Share:
 
 
 def share_of(batch: MicroBatch, parallel: Parallel, sequence_parallel: bool) -> Share:
-    """The rank's part of a micro-batch, its width padded so that context and sequence parallel ranks get equal parts."""
+    """The rank's part of a micro-batch, its width padded so that context and sequence parallel ranks get equal
+    parts."""
     size, ids = parallel.sizes["context"], batch.input_ids
     # Twice the context parallel size: each rank has a chunk from the front and one from the end (context_positions).
     multiple = (2 * size if size > 1 else 1) * (parallel.sizes["tensor"] if sequence_parallel else 1)
@@ -61,25 +63,41 @@ def share_of(batch: MicroBatch, parallel: Parallel, sequence_parallel: bool) -> 
 
 
 def token_log_probs(
-    model: Model, hidden: Tensor, share: Share, parallel: Parallel, temperature: float, chunk: int, entropy: bool, entropy_gradient: bool
+    model: Model,
+    hidden: Tensor,
+    share: Share,
+    parallel: Parallel,
+    temperature: float,
+    chunk: int,
+    entropy: bool,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """log_softmax(logits / temperature) of the r response tokens [r] and, if asked for, the entropies [r]; float32, on every rank of the
-    tensor and context parallel groups. `hidden` [s, b, h] is what the last stage gave."""
+    """log_softmax(logits / temperature) of the r response tokens [r] and, if asked for, the entropies [r]; float32, on
+    every rank of the tensor and context parallel groups. `hidden` [s, b, h] is what the last stage gave."""
     if model.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=parallel.tensor_group)
+        hidden = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=parallel.tensor_group
+        )
     else:
         # Forward it is the identity; backward it adds up the gradients of the vocabulary's parts.
         hidden = copy_to_tensor_model_parallel_region(hidden, group=parallel.tensor_group)
     picked, weight = hidden[share.columns, share.rows], model.output_weight()
     size = chunk or max(1, LOGITS_AT_A_TIME // len(weight))
     padding = parallel.tensor * len(weight) + torch.arange(len(weight), device=weight.device) >= model.vocabulary
-    options = (temperature, padding if bool(padding.any()) else None, entropy, entropy_gradient and torch.is_grad_enabled())
+    options = (
+        temperature,
+        padding if bool(padding.any()) else None,
+        entropy,
+        entropy_gradient and torch.is_grad_enabled(),
+    )
     parts = []
     for part, targets in zip(picked.split(size), share.targets.split(size)):
         if len(picked) <= size or not torch.is_grad_enabled():
             parts.append(_log_probs(part, weight, targets, *options))
         else:
-            parts.append(checkpoint(_log_probs, part, weight, targets, *options, use_reentrant=False, preserve_rng_state=False))
+            parts.append(
+                checkpoint(_log_probs, part, weight, targets, *options, use_reentrant=False, preserve_rng_state=False)
+            )
     log_probs = _whole(torch.cat([part[0] for part in parts]), share, parallel)
     if not entropy:
         return log_probs, None
@@ -89,13 +107,21 @@ def token_log_probs(
 def token_values(model: Model, hidden: Tensor, share: Share, parallel: Parallel) -> Tensor:
     """float32 [r]: the value of the prefix before every response token, on every rank."""
     if model.config.sequence_parallel:  # each rank computes the same values, so each keeps its own part of the gradient
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=parallel.tensor_group)
+        hidden = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=False, group=parallel.tensor_group
+        )
     values = model.value_head(hidden[share.columns, share.rows]).squeeze(-1).float()
     return _whole(values, share, parallel)
 
 
 def _log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, padding: Tensor | None, entropy: bool, entropy_gradient: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    padding: Tensor | None,
+    entropy: bool,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
     logits = F.linear(hidden, weight).float() / temperature
     if padding is not None:
@@ -135,7 +161,8 @@ class _Entropy(torch.autograd.Function):
 
 
 def _whole(values: Tensor, share: Share, parallel: Parallel) -> Tensor:
-    """All r values on every context parallel rank. Each then computes the same objective, and its gradient reaches its own values alone."""
+    """All r values on every context parallel rank. Each then computes the same objective, and its gradient reaches its
+    own values alone."""
     if parallel.sizes["context"] == 1:
         return values
     here = values.new_zeros(share.count).index_copy(0, share.responses, values)

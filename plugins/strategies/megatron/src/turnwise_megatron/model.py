@@ -1,4 +1,5 @@
-"""The Megatron model of a rank: its own GPTModel with plain attention and norms, so that nothing of it needs Transformer Engine."""
+"""The Megatron model of a rank: its own GPTModel with plain attention and norms, so that nothing of it needs
+Transformer Engine."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from turnwise_torch.models import first_line
 
 
 class RMSNorm(nn.Module):
-    """x / √(mean x² + eps) · weight, over the last dimension, in fp32 as transformers computes it. Megatron's local one refuses
-    sequence parallelism."""
+    """x / √(mean x² + eps) · weight, over the last dimension, in fp32 as transformers computes it. Megatron's local one
+    refuses sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -43,7 +44,8 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal scaled dot product attention of query [s, b, heads, d], key and value [s, b, groups, d] → [s, b, heads·d].
 
-    With context parallelism every rank has two chunks of the positions (`context_positions`) and gathers keys and values of all.
+    With context parallelism every rank has two chunks of the positions (`context_positions`) and gathers keys and
+    values of all.
     """
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
@@ -55,18 +57,24 @@ class Attention(nn.Module):
         mask = None
         if self.group is not None:
             size, width = self.group.size(), len(query)
-            options = {"tensor_parallel_output_grad": True, "group": self.group}  # the gradient of a key is the sum over the ranks that used it
+            options = {
+                "tensor_parallel_output_grad": True,
+                "group": self.group,
+            }  # the gradient of a key is the sum over the ranks that used it
             key, value = (gather_from_sequence_parallel_region(x.contiguous(), **options) for x in (key, value))
             there = torch.cat([context_positions(width * size, size, rank) for rank in range(size)])
             here = context_positions(width * size, size, self.group.rank())
             mask = (there[None] <= here[:, None]).to(query.device)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+        )
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
 class Router(TopKRouter):
-    """The experts of every token and their weights, and nothing else; Megatron's own forward needs a name of Transformer Engine."""
+    """The experts of every token and their weights, and nothing else; Megatron's own forward needs a name of
+    Transformer Engine."""
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """hidden [s, b, h] → weights [s·b, experts], zero but for the chosen, and which those are."""
@@ -75,14 +83,15 @@ class Router(TopKRouter):
 
 
 def context_positions(width: int, size: int, rank: int) -> Tensor:
-    """int64 [width / size]: the positions of a context parallel rank: of 2·size chunks the one from the front and the one from the end that
-    share the work of causal attention evenly, as Megatron's rotary embedding has it."""
+    """int64 [width / size]: the positions of a context parallel rank: of 2·size chunks the one from the front and the
+    one from the end that share the work of causal attention evenly, as Megatron's rotary embedding has it."""
     chunk = width // (2 * size)
     return torch.cat([torch.arange(chunk) + start * chunk for start in (rank, 2 * size - 1 - rank)])
 
 
 class Model(GPTModel):
-    """Megatron's GPTModel that ends with the hidden states [s, b, h]: the head runs later, on the positions that predict alone.
+    """Megatron's GPTModel that ends with the hidden states [s, b, h]: the head runs later, on the positions that
+    predict alone.
 
     A critic has `value_head` in place of the output layer.
     """
@@ -92,14 +101,23 @@ class Model(GPTModel):
 
     def output_weight(self) -> Tensor:
         """[padded vocabulary / tensor parallel size, h]."""
-        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        return (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
 
 
-def transformer_config(architecture: Architecture, config: MegatronConfig, dtype: torch.dtype, extra: Mapping[str, Any]) -> TransformerConfig:
+def transformer_config(
+    architecture: Architecture, config: MegatronConfig, dtype: torch.dtype, extra: Mapping[str, Any]
+) -> TransformerConfig:
     """Megatron's configuration of the model. Raises ConfigError with Megatron's own words."""
     recompute: dict[str, Any] = {"recompute_granularity": config.recompute_granularity}
     if config.recompute_granularity == "full":
-        recompute |= {"recompute_method": config.recompute_method or "uniform", "recompute_num_layers": config.recompute_num_layers or 1}
+        recompute |= {
+            "recompute_method": config.recompute_method or "uniform",
+            "recompute_num_layers": config.recompute_num_layers or 1,
+        }
     options = {
         "num_layers": architecture.layers,
         "hidden_size": architecture.hidden,
@@ -121,8 +139,8 @@ def transformer_config(architecture: Architecture, config: MegatronConfig, dtype
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        # The weights are read from a folder. perform_initialization: without it parameters are not marked as tensor parallel, and
-        # gradient norms are wrong.
+        # The weights are read from a folder. perform_initialization: without it parameters are not marked as tensor
+        # parallel, and gradient norms are wrong.
         "use_cpu_initialization": True,
         "perform_initialization": True,
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
@@ -134,7 +152,8 @@ def transformer_config(architecture: Architecture, config: MegatronConfig, dtype
         **_expert_options(architecture, config),
         "batch_p2p_sync": False,
         "deallocate_pipeline_outputs": True,
-        "calculate_per_token_loss": True,  # gradients are added up, over micro-batches and ranks, and nothing is divided
+        # gradients are added up, over micro-batches and ranks, and nothing is divided
+        "calculate_per_token_loss": True,
         "bias_activation_fusion": config.bias_activation_fusion,
         "apply_rope_fusion": config.apply_rope_fusion,
         "bias_dropout_fusion": False,
@@ -151,7 +170,8 @@ def transformer_config(architecture: Architecture, config: MegatronConfig, dtype
 
 
 def _expert_options(architecture: Architecture, config: MegatronConfig) -> dict[str, Any]:
-    """Every token reaches all its experts (no capacity, no drops), and the router has no loss of its own: what transformers computes."""
+    """Every token reaches all its experts (no capacity, no drops), and the router has no loss of its own: what
+    transformers computes."""
     experts = architecture.experts
     if experts is None:
         return {}
@@ -160,7 +180,8 @@ def _expert_options(architecture: Architecture, config: MegatronConfig) -> dict[
         "moe_layer_freq": [int(sparse) for sparse in experts.layers],
         "moe_ffn_hidden_size": experts.intermediate,
         "moe_router_topk": experts.chosen,
-        "moe_router_pre_softmax": not experts.normalised,  # a softmax over the chosen alone is the normalised softmax over all
+        # a softmax over the chosen alone is the normalised softmax over all
+        "moe_router_pre_softmax": not experts.normalised,
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": config.expert_model_parallel_size,
         "expert_tensor_parallel_size": config.experts_tensor_parallel,
@@ -195,7 +216,9 @@ def build(architecture: Architecture, config: TransformerConfig, parallel: Paral
 def _layer(architecture: Architecture, number: int) -> Any:
     """Megatron's local layer, with this module's norms, attention and router."""
     experts = architecture.experts_in(number)
-    layer = get_gpt_layer_local_spec(num_experts=experts or None, qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=experts or None, qk_layernorm=architecture.qk_norm, normalization="RMSNorm"
+    )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if experts:
         layer.submodules.mlp.submodules.router = Router
@@ -207,7 +230,8 @@ def _layer(architecture: Architecture, number: int) -> Any:
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Whether expert parallel ranks hold different values of a parameter, so that it has optimizer and gradient groups of its own."""
+    """Whether expert parallel ranks hold different values of a parameter, so that it has optimizer and gradient groups
+    of its own."""
     return not getattr(parameter, "allreduce", True)
 
 

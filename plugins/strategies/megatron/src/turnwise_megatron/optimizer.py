@@ -1,4 +1,5 @@
-"""Megatron's gradient buffers and its optimizer, made to step as AdamW does in turnwise_torch: sums, one norm, decay for matrices alone."""
+"""Megatron's gradient buffers and its optimizer, made to step as AdamW does in turnwise_torch: sums, one norm, decay
+for matrices alone."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Optimizer:
         self.ddp = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, **{k: v for k, v in extra.items() if k in buffers}
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=distributed,
+                **{k: v for k, v in extra.items() if k in buffers},
             ),
             model,
         )
@@ -64,7 +67,12 @@ class Optimizer:
     @property
     def expert(self) -> list[bool]:
         """Which of the masters are those of experts that are shared out among ranks."""
-        return [bool(group["is_expert_parallel"]) for adam in self.adams for group in adam.param_groups for _ in group["params"]]
+        return [
+            bool(group["is_expert_parallel"])
+            for adam in self.adams
+            for group in adam.param_groups
+            for _ in group["params"]
+        ]
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -77,7 +85,8 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def clip(self, max_norm: float) -> float:
-        """The norm of all gradients over all ranks; they are scaled down to `max_norm` (0: never). May be NaN or infinite."""
+        """The norm of all gradients over all ranks; they are scaled down to `max_norm` (0: never). May be NaN or
+        infinite."""
         # Copies the buffers' gradients to the masters, of which the norm is taken and which are clipped.
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())

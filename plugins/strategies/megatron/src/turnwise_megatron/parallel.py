@@ -21,7 +21,8 @@ _users: list[Parallel] = []
 
 @frozen(eq=False)
 class ExpertParallel:
-    """The place of this process among those that share a stage's experts: `rank` of `size` has some, `tensor` of `tensor_size` a part of each."""
+    """The place of this process among those that share a stage's experts: `rank` of `size` has some, `tensor` of
+    `tensor_size` a part of each."""
 
     size: int
     rank: int
@@ -37,7 +38,8 @@ class ExpertParallel:
 
 @frozen(eq=False)
 class Parallel:
-    """The place of this process: ranks and groups of Megatron's parallel forms. `data` counts those that see different rows."""
+    """The place of this process: ranks and groups of Megatron's parallel forms. `data` counts those that see different
+    rows."""
 
     sizes: Mapping[str, int]
     rank: int
@@ -63,7 +65,8 @@ class Parallel:
         return self.pipeline == self.sizes["pipeline"] - 1
 
     def holders(self, expert: bool) -> tuple[int, int]:
-        """(which of those that hold the same weights this process is, the global rank of the first): of experts' weights, or of the others."""
+        """(which of those that hold the same weights this process is, the global rank of the first): of experts'
+        weights, or of the others."""
         return (self.experts.replica, self.experts.owner) if expert else (self.replica, self.owner)
 
     def leave(self) -> None:
@@ -80,7 +83,8 @@ class Parallel:
 
 
 def import_megatron() -> None:
-    """Import Megatron without its warnings: of packages that this strategy does not use (Apex, Transformer Engine), and of its own calls."""
+    """Import Megatron without its warnings: of packages that this strategy does not use (Apex, Transformer Engine), and
+    of its own calls."""
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     with warnings.catch_warnings():
@@ -90,7 +94,8 @@ def import_megatron() -> None:
 
 
 def join(config: MegatronConfig, context: TrainContext, device: torch.device) -> Parallel:
-    """The groups of `config` over torch's default group, which is made here for one process. Raises ConfigError for a second layout."""
+    """The groups of `config` over torch's default group, which is made here for one process. Raises ConfigError for a
+    second layout."""
     sizes = {
         "tensor": config.tensor_model_parallel_size,
         "pipeline": config.pipeline_model_parallel_size,
@@ -116,7 +121,9 @@ def join(config: MegatronConfig, context: TrainContext, device: torch.device) ->
         own = True
     world, size = dist.get_world_size(), context.ranks.size
     if world != size:
-        raise ConfigError(f"this process is one of {world} in torch's default group, the role has {size}. Fix: runtime: ray")
+        raise ConfigError(
+            f"this process is one of {world} in torch's default group, the role has {size}. Fix: runtime: ray"
+        )
     if not _users:
         with cuda_or_cpu():
             parallel_state.initialize_model_parallel(

@@ -1,4 +1,5 @@
-"""Micro-batches through Megatron's schedules: forward alone for log-probs and values, forward and backward for an update."""
+"""Micro-batches through Megatron's schedules: forward alone for log-probs and values, forward and backward for an
+update."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from turnwise_torch.runner import Answer, Work
 
 
 class Schedule:
-    """The Runner (see turnwise_torch.runner) of this rank's stage. Work is done on the last stage, and all ranks of a pipeline get its answers."""
+    """The Runner (see turnwise_torch.runner) of this rank's stage. Work is done on the last stage, and all ranks of a
+    pipeline get its answers."""
 
     def __init__(self, module: nn.Module, parallel: Parallel, group: ProcessGroup, sequence_parallel: bool) -> None:
         """`module`: the stage, wrapped where its gradients are kept."""
@@ -33,8 +35,8 @@ class Schedule:
         return self._current
 
     def count(self, own: int, train: bool) -> int:
-        """Ranks that share experts compute equal numbers of micro-batches, for each serves the others. In an update a rank without rows
-        computes one, for its part in the exchange of gradients."""
+        """Ranks that share experts compute equal numbers of micro-batches, for each serves the others. In an update a
+        rank without rows computes one, for its part in the exchange of gradients."""
         together = self._group.largest(own)[0] if self._parallel.experts.size > 1 else own
         return max(1, together) if train else together
 
@@ -49,8 +51,13 @@ class Schedule:
             def worked(output: Tensor, non_loss_data: bool = False) -> Any:
                 self._current = output, share
                 value, sums = work(batch)
-                answer = value.detach().cpu(), {name: (x.cpu(), w.cpu()) for name, (x, w) in sums.items()}  # other ranks have other devices
-                return answer if non_loss_data else (value, torch.zeros((), dtype=torch.int, device=value.device), answer)
+                answer = (
+                    value.detach().cpu(),
+                    {name: (x.cpu(), w.cpu()) for name, (x, w) in sums.items()},
+                )  # other ranks have other devices
+                return (
+                    answer if non_loss_data else (value, torch.zeros((), dtype=torch.int, device=value.device), answer)
+                )
 
             return hidden, worked
 
@@ -63,7 +70,8 @@ class Schedule:
                     data_iterator=batches,
                     model=[self._module],
                     num_microbatches=count,
-                    seq_length=1,  # without effect: one process knows the shapes, and pipelines exchange them (variable_seq_lengths)
+                    # without effect: one process knows the shapes, and pipelines exchange them (variable_seq_lengths)
+                    seq_length=1,
                     micro_batch_size=1,
                     forward_only=not train,
                     collect_non_loss_data=not train,

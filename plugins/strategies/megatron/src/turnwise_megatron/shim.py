@@ -1,4 +1,5 @@
-"""Megatron on a machine without CUDA: while a strategy works, "cuda" means the CPU. On a machine with CUDA nothing here acts."""
+"""Megatron on a machine without CUDA: while a strategy works, "cuda" means the CPU. On a machine with CUDA nothing here
+acts."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _originals: list[tuple[Any, str, Any]] = []
 
 @contextmanager
 def cuda_or_cpu() -> Iterator[None]:
-    """Around every call into Megatron, which names the device "cuda" literally: without CUDA those names are answered by the CPU."""
+    """Around every call into Megatron, which names the device "cuda" literally: without CUDA those names are answered
+    by the CPU."""
     if torch.cuda.is_available():
         yield
         return
@@ -32,7 +34,8 @@ def cuda_or_cpu() -> Iterator[None]:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Tensors asked for on "cuda" are made on the CPU, unpinned; a CPU tensor reports the type name that Megatron's optimizers look for."""
+    """Tensors asked for on "cuda" are made on the CPU, unpinned; a CPU tensor reports the type name that Megatron's
+    optimizers look for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -62,7 +65,9 @@ _STREAM = _Stream()
 
 
 def _is_cuda(device: Any) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (isinstance(device, torch.device) and device.type == "cuda")
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
 
 
 def _replace(change: int) -> None:
@@ -90,7 +95,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         return torch.get_rng_state()
 
     def on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor  # Megatron's own makes numbers of a GPU's tensors alone
+        return (
+            tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+        )  # Megatron's own makes numbers of a GPU's tensors alone
 
     gather, scatter = dist.all_gather, dist.reduce_scatter
 

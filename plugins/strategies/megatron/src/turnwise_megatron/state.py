@@ -21,11 +21,20 @@ def part(folder: Path, rank: int) -> Path:
     return Path(folder) / f"rank-{rank:05d}"
 
 
-def save(folder: Path, model: nn.Module, optimizer: Optimizer | None, parallel: Parallel, distributed: bool, facts: Mapping[str, str]) -> None:
+def save(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    parallel: Parallel,
+    distributed: bool,
+    facts: Mapping[str, str],
+) -> None:
     """Weights and optimizer state that no other process writes, and the random state. Raises CheckpointError."""
     tensors = {f"rng/{name}": state for name, state in _random_states(model).items()}
     first = {expert: parallel.holders(expert)[0] == 0 for expert in (False, True)}
-    tensors |= {f"model/{name}": parameter for name, parameter in model.named_parameters() if first[is_expert(parameter)]}
+    tensors |= {
+        f"model/{name}": parameter for name, parameter in model.named_parameters() if first[is_expert(parameter)]
+    }
     if optimizer is not None:
         written = {number for number, expert in enumerate(optimizer.expert) if distributed or first[expert]}
         tensors |= _optimizer_state(model, optimizer, written)
@@ -33,14 +42,22 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer | None, parallel: 
 
 
 def load(
-    folder: Path, model: nn.Module, optimizer: Optimizer | None, parallel: Parallel, distributed: bool, facts: Mapping[str, str]
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    parallel: Parallel,
+    distributed: bool,
+    facts: Mapping[str, str],
 ) -> dict[str, str]:
-    """Undo `save`, in place, and return the facts of the folder. Raises CheckpointError: missing, damaged, of another layout or model."""
+    """Undo `save`, in place, and return the facts of the folder. Raises CheckpointError: missing, damaged, of another
+    layout or model."""
     # First, by rank 0's part alone: under another layout this rank's file may not exist, which would hide the reason.
     _check_layout(folder, facts)
     own, saved_facts = read_state(part(folder, parallel.rank), facts)
     owners = {expert: parallel.holders(expert)[1] for expert in (False, True)}
-    read = {parallel.rank: own} | {rank: read_state(part(folder, rank), facts)[0] for rank in {*owners.values()} - {parallel.rank}}
+    read = {parallel.rank: own} | {
+        rank: read_state(part(folder, rank), facts)[0] for rank in {*owners.values()} - {parallel.rank}
+    }
     parameters = dict(model.named_parameters())
     saved = {name.removeprefix("model/") for tensors in read.values() for name in tensors if name.startswith("model/")}
     found = {name: read[owners[is_expert(parameter)]] for name, parameter in parameters.items()}
@@ -63,13 +80,16 @@ def _check_layout(folder: Path, facts: Mapping[str, str]) -> None:
     file = part(folder, 0) / STATE_FILE
     if not file.is_file():
         raise CheckpointError(
-            f"there is no training state of strategy megatron in {folder} (no {file.relative_to(folder)}). Fix: a checkpoint that it saved"
+            f"there is no training state of strategy megatron in {folder} (no {file.relative_to(folder)}). Fix: a"
+            " checkpoint that it saved"
         )
     try:
         with safe_open(file, "pt") as opened:
             found = dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"the training state {file} is cut short or damaged. Fix: resume from an older checkpoint") from error
+        raise CheckpointError(
+            f"the training state {file} is cut short or damaged. Fix: resume from an older checkpoint"
+        ) from error
     if found.get("layout") != facts["layout"]:
         raise CheckpointError(
             f"the training state in {folder} is of the layout {found.get('layout')}, this run has {facts['layout']}. "
@@ -94,8 +114,16 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, written: Container[
             out[f"master/{number}"] = master
     for adam in optimizer.adams:
         for number, master in masters.items():
-            out |= {f"state/{number}/{key}": value for key, value in adam.state.get(master, {}).items() if isinstance(value, Tensor)}
-        out |= {f"group/{number}/step": torch.tensor(group["step"]) for number, group in enumerate(adam.param_groups) if "step" in group}
+            out |= {
+                f"state/{number}/{key}": value
+                for key, value in adam.state.get(master, {}).items()
+                if isinstance(value, Tensor)
+            }
+        out |= {
+            f"group/{number}/step": torch.tensor(group["step"])
+            for number, group in enumerate(adam.param_groups)
+            if "step" in group
+        }
     return out
 
 
@@ -110,9 +138,13 @@ def _restore_optimizer(optimizer: Optimizer, sources: Sequence[Mapping[str, Tens
         adam.state.clear()
         for number, (master, tensors) in enumerate(zip(optimizer.masters, sources, strict=True)):
             prefix = f"state/{number}/"
-            held = {name.removeprefix(prefix): tensor.clone() for name, tensor in tensors.items() if name.startswith(prefix)}
+            held = {
+                name.removeprefix(prefix): tensor.clone() for name, tensor in tensors.items() if name.startswith(prefix)
+            }
             if held:
-                adam.state[master] = {key: value if key == "step" else value.to(master.device) for key, value in held.items()}
+                adam.state[master] = {
+                    key: value if key == "step" else value.to(master.device) for key, value in held.items()
+                }
         for number, group in enumerate(adam.param_groups):
             if "step" in group or f"group/{number}/step" in steps:  # Apex and Transformer Engine count a group's steps
                 group["step"] = int(steps[f"group/{number}/step"]) if f"group/{number}/step" in steps else 0

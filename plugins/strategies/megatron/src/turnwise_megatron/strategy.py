@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 
 class MegatronStrategy(ModelStrategy):
-    """Actor, critic (`head: value`) or reference (`trainable: false`), the part of this process (see turnwise.contracts.train)."""
+    """Actor, critic (`head: value`) or reference (`trainable: false`), the part of this process (see
+    turnwise.contracts.train)."""
 
     savings = Savings(
         recompute="recompute_granularity: full in {role}.strategy_args.strategy_config, or raise its parallel sizes",
@@ -69,17 +70,30 @@ class MegatronStrategy(ModelStrategy):
         try:
             config.data_parallel_size(max(context.ranks.size, len(context.devices)))
         except ValueError as error:
-            problems.append(Problem(f"{role}.device_mapping", f"{error}. Fix: the number of devices, or the sizes in strategy_config"))
+            problems.append(
+                Problem(
+                    f"{role}.device_mapping", f"{error}. Fix: the number of devices, or the sizes in strategy_config"
+                )
+            )
         problems += role_problems(context, "megatron")
         if context.use_sequence_packing:
             text = "strategy megatron does not pack. Fix: false; token budgets sort samples by length"
             problems.append(Problem(f"{role}.use_sequence_packing", text))
         if context.lora is not None:
-            problems.append(Problem(f"{role}.model_args", "strategy megatron trains no adapters (LoRA). Fix: strategy_name: torch or deepspeed"))
+            problems.append(
+                Problem(
+                    f"{role}.model_args",
+                    "strategy megatron trains no adapters (LoRA). Fix: strategy_name: torch or deepspeed",
+                )
+            )
         if context.frozen:
-            text = f"strategy megatron cannot freeze {', '.join(context.frozen)}. Fix: strategy_name: torch or deepspeed"
+            text = (
+                f"strategy megatron cannot freeze {', '.join(context.frozen)}. Fix: strategy_name: torch or deepspeed"
+            )
             problems.append(Problem(role, text))
-        known = refusals(context.model, config) if context.model != Path() else []  # before a run the model is not prepared yet
+        known = (
+            refusals(context.model, config) if context.model != Path() else []
+        )  # before a run the model is not prepared yet
         return [*problems, *arguments.problems(role, config.engine_args), *(Problem("", line) for line in known)]
 
     def _build(self, folder: convert.Folder) -> None:
@@ -92,7 +106,10 @@ class MegatronStrategy(ModelStrategy):
         settings = model.transformer_config(self.architecture, self.config, torch_dtype(context.dtype), extra)
         layers, last = model.stage_layers(settings), self.parallel.sizes["pipeline"] - 1
         given = (value, self.parallel.experts.size)
-        self._stages = [list(convert.stage_entries(self.architecture, part, n == 0, n == last, *given)) for n, part in enumerate(layers)]
+        self._stages = [
+            list(convert.stage_entries(self.architecture, part, n == 0, n == last, *given))
+            for n, part in enumerate(layers)
+        ]
         built = model.build(self.architecture, settings, self.parallel, value)
         built.vocabulary = self.architecture.vocabulary
         convert.load(built, self._stages[self.parallel.pipeline], folder, self.architecture, self.parallel)
@@ -106,12 +123,15 @@ class MegatronStrategy(ModelStrategy):
 
     @property
     def data_parallel(self) -> tuple[int, int]:
-        """(rank, size) among the processes that see different rows; those of one tensor, pipeline or context parallel group see the same."""
+        """(rank, size) among the processes that see different rows; those of one tensor, pipeline or context parallel
+        group see the same."""
         return self.parallel.data
 
     # ---------------------------------------------------------------- log-probs, values, updates
 
-    def _log_probs(self, batch: MicroBatch, entropy: bool = False, entropy_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
+    def _log_probs(
+        self, batch: MicroBatch, entropy: bool = False, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         from turnwise_megatron.logprobs import token_log_probs
 
         hidden, share = self.runner.current
@@ -152,7 +172,8 @@ class MegatronStrategy(ModelStrategy):
 
     @names_out_of_memory("the export", "hold")
     def export(self, folder: Path) -> None:
-        """Weights in the compute dtype with config and tokenizer, in Hugging Face layout, written by rank 0. Raises CheckpointError."""
+        """Weights in the compute dtype with config and tokenizer, in Hugging Face layout, written by rank 0. Raises
+        CheckpointError."""
         weights = self.weights()
         try:
             if self.context.ranks.rank == 0:
@@ -163,28 +184,45 @@ class MegatronStrategy(ModelStrategy):
 
     @names_out_of_memory("the checkpoint", "hold")
     def save(self, folder: Path) -> None:
-        """This process's weights, masters, moments and random state, in a folder of its own in `folder`. Raises CheckpointError."""
+        """This process's weights, masters, moments and random state, in a folder of its own in `folder`. Raises
+        CheckpointError."""
         from turnwise_megatron import state
 
         facts = {**self._facts(), "updates": str(self._updates)}
-        state.save(Path(folder), self.model, self.optimizer, self.parallel, self.config.use_distributed_optimizer, facts)
+        state.save(
+            Path(folder), self.model, self.optimizer, self.parallel, self.config.use_distributed_optimizer, facts
+        )
 
     @names_out_of_memory("resuming", "hold")
     def load(self, folder: Path) -> None:
         """Undo `save`, in place and exactly, under the same parallel layout. Raises CheckpointError."""
         from turnwise_megatron import state
 
-        facts = state.load(Path(folder), self.model, self.optimizer, self.parallel, self.config.use_distributed_optimizer, self._facts())
+        facts = state.load(
+            Path(folder),
+            self.model,
+            self.optimizer,
+            self.parallel,
+            self.config.use_distributed_optimizer,
+            self._facts(),
+        )
         self._updates = int(facts["updates"])
 
     def _facts(self) -> dict[str, str]:
         idle = ("expert", "expert tensor") if self.architecture.experts is None else ()
-        sizes = {name: size for name, size in self.parallel.sizes.items() if name not in idle} | {"data": self.parallel.data[1]}
+        sizes = {name: size for name, size in self.parallel.sizes.items() if name not in idle} | {
+            "data": self.parallel.data[1]
+        }
         layout = [f"{name} {size}" for name, size in sizes.items()]
         if self.optimizer is not None:
             layout.append("distributed optimizer" if self.config.use_distributed_optimizer else "plain optimizer")
         context = self.context
-        return {"layout": ", ".join(layout), "head": context.head, "dtype": context.dtype, "trainable": str(context.trainable)}
+        return {
+            "layout": ", ".join(layout),
+            "head": context.head,
+            "dtype": context.dtype,
+            "trainable": str(context.trainable),
+        }
 
     @names_out_of_memory("offloading", "move")
     def offload(self) -> None:
@@ -194,7 +232,10 @@ class MegatronStrategy(ModelStrategy):
         kept = [*self.model.parameters(), *self.model.buffers()]
         dropped: list[Tensor] = []
         if self.optimizer is not None:
-            kept += [*self.optimizer.masters, *(x for adam in self.optimizer.adams for held in adam.state.values() for x in held.values())]
+            kept += [
+                *self.optimizer.masters,
+                *(x for adam in self.optimizer.adams for held in adam.state.values() for x in held.values()),
+            ]
             dropped = self.optimizer.gradients
         self._parked = Parked([x for x in kept if isinstance(x, Tensor) and x.device.type == self.device.type], dropped)
         release(self.device)

@@ -1,4 +1,5 @@
-"""A player behind an OpenAI-compatible endpoint: requests as messages, a few at a time, sent again where that may help."""
+"""A player behind an OpenAI-compatible endpoint: requests as messages, a few at a time, sent again where that may
+help."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ AGAIN = frozenset({408, 409, 425, 429})
 
 
 class OpenAIBackend(Player):
-    """`turnwise.contracts.inference.InferenceBackend` of `input: messages`: evaluation and rollout work, training is refused before it starts."""
+    """`turnwise.contracts.inference.InferenceBackend` of `input: messages`: evaluation and rollout work, training is
+    refused before it starts."""
 
     def __init__(self, config: OpenAIConfig, context: InferenceContext) -> None:
-        """Sends nothing; nothing of the context matters to it. Raises MachineError: the key's environment variable is not set."""
+        """Sends nothing; nothing of the context matters to it. Raises MachineError: the key's environment variable is
+        not set."""
         if lacks := [problem for problem in self.check(config, context) if problem.machine]:
             raise MachineError(str(lacks[0]))
         self._config = config
@@ -87,7 +90,9 @@ class OpenAIBackend(Player):
             # Proxies of the environment are for other hosts.
             away = urlsplit(self._config.base_url).hostname not in ("127.0.0.1", "localhost", "::1")
             most = self._config.max_concurrency
-            self._client = Client(self._config.base_url, self._config.timeout, key, connections=most, keep_alive=most, proxies=away)
+            self._client = Client(
+                self._config.base_url, self._config.timeout, key, connections=most, keep_alive=most, proxies=away
+            )
         return self._client
 
     def _wait(self, again: int, response: Response | None) -> float:
@@ -106,7 +111,8 @@ def _json(response: Response, config: OpenAIConfig) -> Any:
         return response.json()
     except ValueError as error:
         raise EngineError(
-            f"{config.base_url} does not speak JSON: {response.text[:100]!r}. Fix: correct base_url (it usually ends with /v1)"
+            f"{config.base_url} does not speak JSON: {response.text[:100]!r}. Fix: correct base_url (it usually ends"
+            " with /v1)"
         ) from error
 
 
@@ -119,4 +125,7 @@ def _refused(response: Response, config: OpenAIConfig) -> str:
         429: "Fix: lower max_concurrency, or raise max_retries and retry_wait",
     }
     fix = f" {fixes[response.status_code]}" if response.status_code in fixes else ""
-    return f"{config.base_url} answered {response.status_code} for model {config.model!r}: {reason(response.text, 300)}.{fix}"
+    return (
+        f"{config.base_url} answered {response.status_code} for model {config.model!r}:"
+        f" {reason(response.text, 300)}.{fix}"
+    )

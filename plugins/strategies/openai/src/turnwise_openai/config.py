@@ -10,13 +10,15 @@ from attrs import field, frozen, validators
 
 @frozen
 class OpenAIConfig:
-    """`model` as the endpoint calls it, at `base_url` (with its `/v1`); the key is read from the environment variable `api_key_env` (None: no key).
+    """`model` as the endpoint calls it, at `base_url` (with its `/v1`); the key is read from the environment variable
+    `api_key_env` (None: no key).
 
-    `timeout`: seconds for one answer; `max_retries`: how often a request is sent again after 408, 409, 425, 429, a server error or a broken
-    connection, waiting `retry_wait` × 2ⁿ seconds or what the endpoint asks for, at most `retry_wait_limit`; `max_concurrency`: requests at once.
-    `max_tokens_key`: the name of the length limit (newer hosted models want `max_completion_tokens`); `send_seed`: whether the request's seed
-    is sent; `extra_body`: further keys of every request, as they are. `logprobs`: what the endpoint's log-probs are: `raw` (before the
-    temperature), `scaled` (after it), `none` (do not ask).
+    `timeout`: seconds for one answer; `max_retries`: how often a request is sent again after 408, 409, 425, 429, a
+    server error or a broken connection, waiting `retry_wait` × 2ⁿ seconds or what the endpoint asks for, at most
+    `retry_wait_limit`; `max_concurrency`: requests at once.
+    `max_tokens_key`: the name of the length limit (newer hosted models want `max_completion_tokens`); `send_seed`:
+    whether the request's seed is sent; `extra_body`: further keys of every request, as they are. `logprobs`: what the
+    endpoint's log-probs are: `raw` (before the temperature), `scaled` (after it), `none` (do not ask).
     """
 
     model: str = field(validator=validators.min_len(1))

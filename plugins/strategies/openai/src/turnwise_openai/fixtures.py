@@ -57,7 +57,9 @@ class Endpoint:
 
 def said(text: str, finish: str = "stop", **more: Any) -> dict[str, Any]:
     """A completion with one choice; `more`: further keys of it."""
-    return {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish, **more}]}
+    return {
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish, **more}]
+    }
 
 
 @functools.cache

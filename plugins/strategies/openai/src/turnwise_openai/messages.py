@@ -71,7 +71,8 @@ def data_url(image: np.ndarray) -> str:
 
 
 def generation(answer: Mapping[str, Any], request: Request, config: OpenAIConfig) -> Generation:
-    """A Generation from the endpoint's answer. Token ids (`return_token_ids`) and log-probs where it holds them, else None.
+    """A Generation from the endpoint's answer. Token ids (`return_token_ids`) and log-probs where it holds them, else
+    None.
 
     Raises EngineError for an answer without a choice.
     """
@@ -83,7 +84,11 @@ def generation(answer: Mapping[str, Any], request: Request, config: OpenAIConfig
     finish: Any = "length" if choice.get("finish_reason") == "length" else "stop"
     # vLLM names the stop string in stop_reason, SGLang in matched_stop.
     stopped_by = choice.get("stop_reason", choice.get("matched_stop"))
-    if isinstance(stopped_by, str) and request.args.include_stop_str_in_output and stopped_by in request.args.stop_strings:
+    if (
+        isinstance(stopped_by, str)
+        and request.args.include_stop_str_in_output
+        and stopped_by in request.args.stop_strings
+    ):
         text += "" if text.endswith(stopped_by) else stopped_by
     # vLLM's name and SGLang's.
     found = choice.get("token_ids") or choice.get("response_token_ids")

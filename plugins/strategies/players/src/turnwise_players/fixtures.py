@@ -1,4 +1,5 @@
-"""What the conformance kit needs to build the players: their options, a context without a model, a request they can answer."""
+"""What the conformance kit needs to build the players: their options, a context without a model, a request they can
+answer."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from turnwise_players.human_player import HumanPlayer
 
 
 def _request(seed: int = 0) -> Request:
-    return Request(seed, GeneratingArgs(), 16, messages=({"role": "user", "content": "Which way?"},), actions=("Left", "Right", "Up", "Down"))
+    return Request(
+        seed,
+        GeneratingArgs(),
+        16,
+        messages=({"role": "user", "content": "Which way?"},),
+        actions=("Left", "Right", "Up", "Down"),
+    )
 
 
 def random_fixture() -> dict[str, Any]:

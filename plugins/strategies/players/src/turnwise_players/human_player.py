@@ -19,16 +19,24 @@ class PlayerLeft(TurnwiseError):
 
 
 class HumanPlayer(Player):
-    """One question at a time, whatever the number of episodes. `reader` and `writer`: the terminal unless a test gives others."""
+    """One question at a time, whatever the number of episodes. `reader` and `writer`: the terminal unless a test gives
+    others."""
 
-    def __init__(self, config: HumanConfig, context: InferenceContext | None, reader: TextIO | None = None, writer: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        config: HumanConfig,
+        context: InferenceContext | None,
+        reader: TextIO | None = None,
+        writer: TextIO | None = None,
+    ) -> None:
         self._config = config
         self._reader, self._writer = reader, writer
         self._turn = asyncio.Lock()
         self._left = False
 
     async def generate(self, request: Request) -> Generation:
-        """What the human typed. Raises PlayerLeft (a TurnwiseError) after `q` or the end of the input, now and from then on."""
+        """What the human typed. Raises PlayerLeft (a TurnwiseError) after `q` or the end of the input, now and from
+        then on."""
         async with self._turn:
             if self._left:
                 raise PlayerLeft("the human player left the game")
@@ -40,7 +48,8 @@ class HumanPlayer(Player):
             return chosen(line.rstrip("\r\n"))
 
     async def _read(self) -> str:
-        """One line, read in a daemon thread: a thread that waits for the keyboard can be left behind, at Ctrl-C as well."""
+        """One line, read in a daemon thread: a thread that waits for the keyboard can be left behind, at Ctrl-C as
+        well."""
         loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def deliver(line: str, error: BaseException | None) -> None:
@@ -86,4 +95,7 @@ def text_of(content: str | list[Mapping[str, Any]]) -> str:
     """The text of a message; an image stands as its size."""
     if isinstance(content, str):
         return content
-    return "".join(part["text"] if part["type"] == "text" else f"[image {'×'.join(map(str, part['image'].shape[:2]))}]" for part in content)
+    return "".join(
+        part["text"] if part["type"] == "text" else f"[image {'×'.join(map(str, part['image'].shape[:2]))}]"
+        for part in content
+    )

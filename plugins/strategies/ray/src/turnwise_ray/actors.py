@@ -71,7 +71,8 @@ class Failure:
         return getattr(turnwise.errors, self.kind, None) is not None
 
     def error(self, where: str, otherwise: type[TurnwiseError]) -> TurnwiseError:
-        """The error to raise in the driver: of its own class if that is Turnwise's, else of `otherwise`; the traceback is its cause."""
+        """The error to raise in the driver: of its own class if that is Turnwise's, else of `otherwise`; the traceback
+        is its cause."""
         own = getattr(turnwise.errors, self.kind, None)
         if own is not None:
             raised: TurnwiseError = own(f"{where}: {self.text}")
@@ -106,7 +107,9 @@ class Answer:
         for level, text in self.records:
             log.log(level, "%s: %s", where, text)
 
-    def unwrap(self, where: str, otherwise: type[TurnwiseError]) -> Any:  # what the process returned, which the caller knows
+    def unwrap(
+        self, where: str, otherwise: type[TurnwiseError]
+    ) -> Any:  # what the process returned, which the caller knows
         """The value; its failure is raised here, once what was logged is in the driver's log."""
         self.log_records(where)
         if self.failure is not None:
@@ -147,7 +150,8 @@ def process(kind: type[Process], name: str, options: Mapping[str, Any], *, many:
 
 
 class Process:
-    """A process of a run. Ray writes `repr` before every line that it prints. Its methods answer with an `Answer` and do not raise."""
+    """A process of a run. Ray writes `repr` before every line that it prints. Its methods answer with an `Answer` and
+    do not raise."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -185,12 +189,14 @@ class Process:
 
 
 def packed(value: object) -> bytes:
-    """`value` pickled, to be unpacked after the plugins are declared, of whose classes it may be made. Raises TurnwiseError."""
+    """`value` pickled, to be unpacked after the plugins are declared, of whose classes it may be made. Raises
+    TurnwiseError."""
     try:
         data: bytes = ray.cloudpickle.dumps(value)
     except Exception as error:
         raise TurnwiseError(
-            f"runtime ray: what a process is built from cannot be pickled ({type(error).__name__}: {error}). Fix: plain data in the options"
+            f"runtime ray: what a process is built from cannot be pickled ({type(error).__name__}: {error}). Fix: plain"
+            " data in the options"
         ) from error
     return data
 
@@ -203,13 +209,20 @@ def unpacked(data: bytes) -> Any:  # what was packed, which the caller knows
 def death(error: BaseException) -> str:
     """Why an actor is gone, in Ray's words, on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:"))]
+    reason = [
+        line
+        for line in lines
+        if not line.startswith(("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:"))
+    ]
     text = " ".join(" ".join(reason or lines).split())
     return text if len(text) <= _CAUSE else f"{text[:_CAUSE]}…"
 
 
-async def result(ref: Any, timeout: float | None = None) -> Any:  # Any: Ray declares no types for references and what they refer to
-    """The value of an object reference. Raises TimeoutError, or Ray's error; a reference that is given up stays silent."""
+async def result(
+    ref: Any, timeout: float | None = None
+) -> Any:  # Any: Ray declares no types for references and what they refer to
+    """The value of an object reference. Raises TimeoutError, or Ray's error; a reference that is given up stays
+    silent."""
     future = asyncio.wrap_future(ref.future())
     # An exception that nobody fetches would be logged by asyncio when the future is collected.
     future.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -9,17 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from attrs import define, evolve, field
+from attrs import evolve
 
 from turnwise.contracts.inference import BackendCapabilities, DeviceMemory, Request
 from turnwise.contracts.runtime import ServePlan
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation
 from turnwise.declared import declared
-from turnwise.errors import ConfigError, EngineError, EngineLost, MachineError, TurnwiseError, one_line
+from turnwise.errors import EngineError, EngineLost, MachineError, TurnwiseError, one_line
 from turnwise_ray.actors import Actor, Answer, Home, death, packed, process, result
-from turnwise_ray.cluster import Cluster, Seat
+from turnwise_ray.cluster import Cluster
 from turnwise_ray.config import RayConfig
+from turnwise_ray.members import Member, parts
 from turnwise_ray.relay import TRANSPORT, RelaySink, RelaySource
 from turnwise_ray.replica import Replica
 from turnwise_ray.router import Router
@@ -28,35 +29,29 @@ from turnwise_ray.trainer import CLOSE_SECONDS, RayRole
 log = logging.getLogger("turnwise")
 
 
-@define(eq=False)
-class _Member:
-    """One engine: its seats, its actor (None while it is being replaced), whether its end is known though its watcher has not seen it yet, its
-    node, and as how many readers of an offer it counts, by transport."""
-
-    number: int
-    seats: list[Seat]
-    actor: Actor = None
-    lost: bool = False
-    node: str = ""
-    readers: Mapping[str, int] = field(factory=dict)
-    restarts: int = 0
-
-
 class RayBackend(Router):
-    """The engines of a role behind one inference backend (turnwise.contracts.inference). None serves before its first weights.
+    """The engines of a role behind one inference backend (turnwise.contracts.inference). None serves before its first
+    weights.
 
-    An engine whose process dies, or which reports that it has ended (EngineLost), is built again, at most `max_restarts` times. If the trainer
-    still has the weights of the last offer it gives them to the new engine at once; else the engine waits for the next weight update.
+    An engine whose process dies, or which reports that it has ended (EngineLost), is built again, at most
+    `max_restarts` times. If the trainer still has the weights of the last offer it gives them to the new engine at
+    once; else the engine waits for the next weight update.
     """
 
     def __init__(
-        self, plan: ServePlan, cluster: Cluster, home: Home, timeout: float, config: RayConfig, trainer: Callable[[], RayRole | None]
+        self,
+        plan: ServePlan,
+        cluster: Cluster,
+        home: Home,
+        timeout: float,
+        config: RayConfig,
+        trainer: Callable[[], RayRole | None],
     ) -> None:
         super().__init__(plan.role, "ids")
         self._plan, self._cluster, self._home = plan, cluster, home
         self._timeout, self._config, self._trainer = timeout, config, trainer
-        self._members: list[_Member] = []
-        self._reading: list[_Member] | None = None
+        self._members: list[Member] = []
+        self._reading: list[Member] | None = None
         self._watchers: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[Mapping[int, Actor], str | None], None]] = []
         self._live_serial = 0
@@ -67,7 +62,7 @@ class RayBackend(Router):
         """Place and build all engines. Raises what one raised, or MachineError."""
         idle = declared(BackendCapabilities, self._plan.implementation, self._plan.config).attached
         seats = await self._cluster.seats(self.role, self._plan.devices, idle=idle)
-        self._members = [_Member(number, part) for number, part in enumerate(_parts(self._plan, seats))]
+        self._members = [Member(number, part) for number, part in enumerate(parts(self._plan, seats))]
         try:
             await asyncio.gather(*(self._build(member) for member in self._members))
         except BaseException:
@@ -80,10 +75,11 @@ class RayBackend(Router):
             self._join(self._members)
         return self
 
-    async def _build(self, member: _Member) -> None:
+    async def _build(self, member: Member) -> None:
         if len({seat.node for seat in member.seats}) > 1:
             raise MachineError(
-                f"{self.role}.{member.number}: its {len(member.seats)} devices lie on several nodes. Fix: engines that fit into one node"
+                f"{self.role}.{member.number}: its {len(member.seats)} devices lie on several nodes. Fix: engines that"
+                " fit into one node"
             )
         where = f"{self.role}.{member.number}"
         actor = process(Replica, where, self._cluster.options(member.seats, self._plan.environment), many=True)
@@ -92,7 +88,9 @@ class RayBackend(Router):
         try:
             await result(actor.node.remote(), self._config.start_timeout)
             # The environment was set before Python began there (see Cluster.options) and is no part of what is built.
-            built = await result(actor.start.remote(self._home, packed(evolve(self._plan, environment={})), devices), self._timeout)
+            built = await result(
+                actor.start.remote(self._home, packed(evolve(self._plan, environment={})), devices), self._timeout
+            )
             self.input, member.readers, member.node = built.unwrap(where, EngineError)
         except BaseException as error:
             ray.kill(actor)
@@ -117,19 +115,21 @@ class RayBackend(Router):
         return await super().generate(request)
 
     def live(self, episodes: int) -> None:
-        """Passed on to a single engine; of several none can know how many will come to it, so each starts what it has (0)."""
+        """Passed on to a single engine; of several none can know how many will come to it, so each starts what it has
+        (0)."""
         self._live_serial += 1
         self._live = (self._live_serial, episodes if len(self._members) == 1 else 0)
         for member in self._present():
             member.actor.live.remote(self._live)
 
     def receivers(self, transport: str) -> int:
-        """How many readers the next offer has: the engines, of which those on another node share a relay where the transport ends at its node."""
+        """How many readers the next offer has: the engines, of which those on another node share a relay where the
+        transport ends at its node."""
         # Remembered until `receive`: the sender waits for just these readers, and one that joins now is not among them.
         self._reading = self._present()
         return self._readers(self._reading, transport)
 
-    def _readers(self, members: Sequence[_Member], transport: str) -> int:
+    def _readers(self, members: Sequence[Member], transport: str) -> int:
         near, far = self._by_node(members, transport)
         return sum(member.readers[transport] for member in near) + len(far)
 
@@ -147,8 +147,8 @@ class RayBackend(Router):
         return offer.version
 
     async def pause(self) -> None:
-        """Pause all engines, those too that come up meanwhile. Where none is left, wait for one that is being built: somebody has to read the
-        weights that follow."""
+        """Pause all engines, those too that come up meanwhile. Where none is left, wait for one that is being built:
+        somebody has to read the weights that follow."""
         paused: set[Actor] = set()
         while True:
             missing = [member for member in self._present() if member.actor not in paused]
@@ -204,13 +204,13 @@ class RayBackend(Router):
         for changed in self._listeners:
             changed(self._serving, failed)
 
-    def _present(self) -> list[_Member]:
+    def _present(self) -> list[Member]:
         return [member for member in self._members if member.actor is not None and not member.lost]
 
-    def _join(self, members: Sequence[_Member]) -> None:
+    def _join(self, members: Sequence[Member]) -> None:
         self.serve(self._serving | {member.number: member.actor for member in members if member in self._present()})
 
-    async def _do(self, member: _Member, method: str, *args: Any) -> Any:
+    async def _do(self, member: Member, method: str, *args: Any) -> Any:
         where = f"{self.role}.{member.number}"
         call = member.actor.do.remote(method, *args)
         try:
@@ -226,8 +226,9 @@ class RayBackend(Router):
             raise EngineError(f"{where}: {method} gave no answer. {death(error)}") from error
         return answer.unwrap(where, EngineError)
 
-    async def _each(self, method: str, members: Sequence[_Member] | None = None, *args: Any) -> None:
-        """Call a method of all engines that are there, or of `members`; one that died counts no more, and is its watcher's business."""
+    async def _each(self, method: str, members: Sequence[Member] | None = None, *args: Any) -> None:
+        """Call a method of all engines that are there, or of `members`; one that died counts no more, and is its
+        watcher's business."""
         asked = [(member, member.actor) for member in (self._present() if members is None else members)]
         done = await asyncio.gather(*(self._do(member, method, *args) for member, _ in asked), return_exceptions=True)
         for (member, actor), error in zip(asked, done, strict=True):
@@ -237,20 +238,23 @@ class RayBackend(Router):
             elif isinstance(error, BaseException):
                 raise error
 
-    def _by_node(self, members: Sequence[_Member], transport: str) -> tuple[list[_Member], dict[str, list[_Member]]]:
+    def _by_node(self, members: Sequence[Member], transport: str) -> tuple[list[Member], dict[str, list[Member]]]:
         """The engines that read the trainer's offer themselves, and by node the others, which need a relay."""
         trainer = self._trainer() if transport == TRANSPORT else None
-        far: dict[str, list[_Member]] = {}
+        far: dict[str, list[Member]] = {}
         for member in members:
             if trainer is not None and member.node != trainer.node:
                 far.setdefault(member.node, []).append(member)
         return [member for member in members if trainer is None or member.node == trainer.node], far
 
-    async def _deliver(self, offer: Offer, members: Sequence[_Member]) -> None:
+    async def _deliver(self, offer: Offer, members: Sequence[Member]) -> None:
         near, far = self._by_node(members, offer.transport)
         # One update at a time: an engine that is given weights again must not overlap the next offer.
         async with self._receiving:
-            works = [*(self._receive(member, offer) for member in near), *(self._relay(node, there, offer) for node, there in far.items())]
+            works = [
+                *(self._receive(member, offer) for member in near),
+                *(self._relay(node, there, offer) for node, there in far.items()),
+            ]
             tasks = [asyncio.ensure_future(work) for work in works]
             try:
                 await asyncio.gather(*tasks)
@@ -260,12 +264,14 @@ class RayBackend(Router):
                 # The lock is released when none reads any more: the next offer must not meet a reader of this one.
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _receive(self, member: _Member, offer: Offer) -> None:
+    async def _receive(self, member: Member, offer: Offer) -> None:
         version = await self._do(member, "receive", offer)
         if version != offer.version:
-            raise EngineError(f"{self.role}.{member.number} serves version {version} after the weight update to {offer.version}")
+            raise EngineError(
+                f"{self.role}.{member.number} serves version {version} after the weight update to {offer.version}"
+            )
 
-    async def _relay(self, node: str, members: Sequence[_Member], offer: Offer) -> None:
+    async def _relay(self, node: str, members: Sequence[Member], offer: Offer) -> None:
         """Read the offer on the trainer's node and serve it on `node`."""
         trainer = self._trainer()
         assert trainer is not None
@@ -274,17 +280,23 @@ class RayBackend(Router):
         sink = process(RelaySink, "relay.sink", self._cluster.on_node(node))
         try:
             (await result(source.open.remote(offer.payload, seconds), seconds)).unwrap("relay.source", EngineError)
-            opened = await result(sink.open.remote(sum(member.readers[offer.transport] for member in members), seconds), seconds)
+            opened = await result(
+                sink.open.remote(sum(member.readers[offer.transport] for member in members), seconds), seconds
+            )
             there = evolve(offer, payload=opened.unwrap("relay.sink", EngineError))
             pump = result(sink.pump.remote(source))
-            pumped, *read = await asyncio.gather(pump, *(self._receive(member, there) for member in members), return_exceptions=True)
+            pumped, *read = await asyncio.gather(
+                pump, *(self._receive(member, there) for member in members), return_exceptions=True
+            )
             for one in (pumped, *read):  # what the relay says first: the engines know only that it stopped
                 if isinstance(one, BaseException):
                     raise one
                 if isinstance(one, Answer):
                     one.unwrap("relay.sink", EngineError)
         except TimeoutError as error:
-            raise EngineError(f"{self.role}: the relay to another node did not come up within weight_sync_timeout = {seconds:g} s") from error
+            raise EngineError(
+                f"{self.role}: the relay to another node did not come up within weight_sync_timeout = {seconds:g} s"
+            ) from error
         except ray.exceptions.RayError as error:
             raise EngineError(f"{self.role}: the relay of weights to another node died. {death(error)}") from error
         finally:
@@ -293,12 +305,12 @@ class RayBackend(Router):
 
     # ---------------------------------------------------------------- death
 
-    def _watch(self, member: _Member) -> None:
+    def _watch(self, member: Member) -> None:
         task = asyncio.get_running_loop().create_task(self._watched(member))
         self._watchers.add(task)
         task.add_done_callback(self._watchers.discard)
 
-    async def _watched(self, member: _Member) -> None:
+    async def _watched(self, member: Member) -> None:
         """Wait for the end of an engine, and put another in its place until it may not be replaced any more."""
         where = f"{self.role}.{member.number}"
         while True:
@@ -308,7 +320,13 @@ class RayBackend(Router):
                     self._lost(member, cause)
                     return
                 member.restarts += 1
-                log.warning("%s died: %s It is built again (%d of max_restarts: %d)", where, cause, member.restarts, self._config.max_restarts)
+                log.warning(
+                    "%s died: %s It is built again (%d of max_restarts: %d)",
+                    where,
+                    cause,
+                    member.restarts,
+                    self._config.max_restarts,
+                )
                 try:
                     await self._replace(member)
                 except Exception as error:  # counted as one more death
@@ -318,7 +336,7 @@ class RayBackend(Router):
                         member.actor = None
             self.serve(self._serving)  # whoever waits for an engine looks again
 
-    async def _end(self, member: _Member) -> str:
+    async def _end(self, member: Member) -> str:
         """Wait until an engine has ended, end its process, too, and return the cause."""
         actor = member.actor
         try:
@@ -337,11 +355,11 @@ class RayBackend(Router):
             ray.kill(actor)
         return cause if cause.endswith(".") else f"{cause}."
 
-    def _leave(self, member: _Member) -> None:
+    def _leave(self, member: Member) -> None:
         member.lost = True
         self.serve({number: actor for number, actor in self._serving.items() if number != member.number})
 
-    async def _replace(self, member: _Member) -> None:
+    async def _replace(self, member: Member) -> None:
         member.seats = await self._cluster.again(self.role, member.seats)
         await self._build(member)
         trainer = self._trainer()
@@ -355,30 +373,20 @@ class RayBackend(Router):
         member.lost = False
         if not self._synced or trainer is None:
             return
-        if await trainer.again(lambda transport: self._readers([member], transport), lambda offer: self._deliver(offer, [member])):
+        if await trainer.again(
+            lambda transport: self._readers([member], transport), lambda offer: self._deliver(offer, [member])
+        ):
             await self._do(member, "resume")
             log.warning("%s.%d has the current weights again", self.role, member.number)
             self._join([member])
 
-    def _lost(self, member: _Member, cause: str) -> None:
-        text = f"{self.role}.{member.number} died more than max_restarts: {self._config.max_restarts} times. Last cause: {cause}"
+    def _lost(self, member: Member, cause: str) -> None:
+        text = (
+            f"{self.role}.{member.number} died more than max_restarts: {self._config.max_restarts} times. Last cause:"
+            f" {cause}"
+        )
         self._members.remove(member)
         if self._members:
             log.error("%s The other engines go on", text)
         else:
             self.serve({}, f"{text} Fix: look at its output above, or raise max_restarts of runtime ray")
-
-
-def _parts(plan: ServePlan, seats: list[Seat]) -> list[list[Seat]]:
-    """The seats of each engine. Raises ConfigError where the devices cannot be divided so."""
-    if not plan.devices:
-        return [seats]
-    known = declared(BackendCapabilities, plan.implementation, plan.config)
-    size = known.data_parallel_size
-    try:
-        engines = int(size(len(seats))) if size is not None else len(seats)
-    except ValueError as error:
-        raise ConfigError(f"{plan.role}.device_mapping: {error}. Fix: correct the devices, or the sizes in strategy_config") from error
-    # A server may hold several copies of the model, and is one engine all the same.
-    each = known.devices_per_engine or len(seats) // engines
-    return [seats[begin : begin + each] for begin in range(0, len(seats), each)]

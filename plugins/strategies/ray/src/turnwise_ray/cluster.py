@@ -27,7 +27,8 @@ SEATS = 10_000
 
 @frozen
 class Seat:
-    """The place of one device: a bundle of a placement group, its node (id, address), and the GPU's number there ("" without one).
+    """The place of one device: a bundle of a placement group, its node (id, address), and the GPU's number there (""
+    without one).
 
     Roles that name the same device share its bundle."""
 
@@ -54,27 +55,46 @@ class Cluster:
             return
         if not ray.is_initialized():
             self._thread = _Thread()
-            await self._thread.run(self._init, self._config.start_timeout, "runtime ray: the cluster did not answer within start_timeout")
+            await self._thread.run(
+                self._init, self._config.start_timeout, "runtime ray: the cluster did not answer within start_timeout"
+            )
             self._ours = True
         self._started = True
 
     def _init(self) -> None:
         config = self._config
-        options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": config.log_to_driver, "logging_level": "ERROR"}
+        options: dict[str, Any] = {
+            "include_dashboard": False,
+            "log_to_driver": config.log_to_driver,
+            "logging_level": "ERROR",
+        }
         if config.address is None:
             options |= {"address": "local", "resources": {SEAT: SEATS}}
             if config.object_store_mb is not None:
                 options["object_store_memory"] = config.object_store_mb * 2**20
         else:
             options["address"] = config.address
-        for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):  # no telemetry; CUDA_VISIBLE_DEVICES is ours to set
+        for name in (
+            "RAY_USAGE_STATS_ENABLED",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
+        ):  # no telemetry; CUDA_VISIBLE_DEVICES is ours to set
             os.environ.setdefault(name, "0")
         try:
             ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError, AssertionError) as error:
-            what = "no cluster could be started" if config.address is None else f"no cluster answers at address {config.address!r}"
-            fix = "look into /tmp/ray/session_latest/logs" if config.address is None else "ray start --head there, or remove the address"
-            raise MachineError(f"runtime ray: {what} ({type(error).__name__}: {' '.join(str(error).split())[:300]}). Fix: {fix}") from error
+            what = (
+                "no cluster could be started"
+                if config.address is None
+                else f"no cluster answers at address {config.address!r}"
+            )
+            fix = (
+                "look into /tmp/ray/session_latest/logs"
+                if config.address is None
+                else "ray start --head there, or remove the address"
+            )
+            raise MachineError(
+                f"runtime ray: {what} ({type(error).__name__}: {' '.join(str(error).split())[:300]}). Fix: {fix}"
+            ) from error
 
     def on_gpus(self, role: str, devices: Sequence[int]) -> bool:
         """Whether the processes of a role get GPUs. Raises MachineError where they should and the cluster has none."""
@@ -90,13 +110,15 @@ class Cluster:
         return True
 
     async def seats(self, role: str, devices: Sequence[int], *, idle: bool = False) -> list[Seat]:
-        """The seats of a role, one per device in their order; without devices, one. New ones are packed on as few nodes as hold them.
+        """The seats of a role, one per device in their order; without devices, one. New ones are packed on as few nodes
+        as hold them.
 
-        `idle`: a process that computes nothing, and gets no GPU unless it names one. Raises MachineError: the cluster is too small, or gave
-        no room within start_timeout."""
+        `idle`: a process that computes nothing, and gets no GPU unless it names one. Raises MachineError: the cluster
+        is too small, or gave no room within start_timeout."""
         await self.start()
         gpus = not (idle and not devices) and self.on_gpus(role, devices)
-        # Without a number nobody but this role knows of the place, so it is its own: turns are taken on numbers that all can see.
+        # Without a number nobody but this role knows of the place, so it is its own: turns are taken on numbers that
+        # all can see.
         keys: list[int | str] = list(devices) or [role]
         new = [key for key in keys if key not in self._seats]
         if new:
@@ -116,7 +138,9 @@ class Cluster:
         """A bundle's resources; Ray takes none of zero, and no bundle without any."""
         own = SEAT in ray.cluster_resources()
         share = {SEAT: 1.0} if own else {"CPU": self._config.cpus_per_process}
-        return ({"GPU": 1.0} if gpus else {}) | {name: amount for name, amount in share.items() if amount} or {"CPU": 0.001}
+        return ({"GPU": 1.0} if gpus else {}) | {name: amount for name, amount in share.items() if amount} or {
+            "CPU": 0.001
+        }
 
     async def _reserve(self, role: str, bundles: list[dict[str, float]]) -> PlacementGroup:
         total, free = ray.cluster_resources(), ray.available_resources()
@@ -133,9 +157,13 @@ class Cluster:
             await result(group.ready(), self._config.start_timeout)
         except TimeoutError as error:
             remove_placement_group(group)
-            wanted = ", ".join(f"{sum(b[n] for b in bundles):g} {n} ({free.get(n, 0):g} free of {total.get(n, 0):g})" for n in bundles[0])
+            wanted = ", ".join(
+                f"{sum(b[n] for b in bundles):g} {n} ({free.get(n, 0):g} free of {total.get(n, 0):g})"
+                for n in bundles[0]
+            )
             raise MachineError(
-                f"{role}: the cluster gave no room for {wanted} within start_timeout = {self._config.start_timeout:g} s. {_FIX}"
+                f"{role}: the cluster gave no room for {wanted} within start_timeout = {self._config.start_timeout:g}"
+                f" s. {_FIX}"
             ) from error
         self._groups.append(group)
         return group
@@ -147,11 +175,14 @@ class Cluster:
         try:
             node, address, gpu = await result(task.remote(), self._config.start_timeout)
         except (TimeoutError, ray.exceptions.RayError) as error:
-            raise MachineError(f"{role}: its place in the cluster does not answer ({type(error).__name__}). {_FIX}") from error
+            raise MachineError(
+                f"{role}: its place in the cluster does not answer ({type(error).__name__}). {_FIX}"
+            ) from error
         return Seat(group, bundle, node, address, gpu)
 
     def options(self, seats: Sequence[Seat], environment: Mapping[str, str]) -> dict[str, Any]:
-        """Ray's options of an actor on these seats: it sees their GPUs alone, and its environment is set before Python begins."""
+        """Ray's options of an actor on these seats: it sees their GPUs alone, and its environment is set before Python
+        begins."""
         gpus = [seat.gpu for seat in seats if seat.gpu]
         variables = {name: value for name, value in os.environ.items() if name.startswith("TURNWISE_")}
         if gpus:
@@ -160,7 +191,9 @@ class Cluster:
             variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         return {
             "num_cpus": 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(seats[0].group, placement_group_bundle_index=seats[0].bundle),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                seats[0].group, placement_group_bundle_index=seats[0].bundle
+            ),
             "runtime_env": {"env_vars": variables | dict(environment)},
         }
 
@@ -169,7 +202,11 @@ class Cluster:
         variables = {name: value for name, value in os.environ.items() if name.startswith("TURNWISE_")}
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         own = SEAT in ray.cluster_resources()
-        return {"num_cpus": 0 if own else self._config.cpus_per_process, "scheduling_strategy": "SPREAD", "runtime_env": {"env_vars": variables}}
+        return {
+            "num_cpus": 0 if own else self._config.cpus_per_process,
+            "scheduling_strategy": "SPREAD",
+            "runtime_env": {"env_vars": variables},
+        }
 
     @staticmethod
     def on_node(node: str) -> dict[str, Any]:
@@ -209,7 +246,10 @@ class Cluster:
                 self._thread.end()
 
 
-_FIX = "Fix: a larger cluster, fewer devices, roles that share some (the same numbers in device_mapping), or end what else runs there (ray status)"
+_FIX = (
+    "Fix: a larger cluster, fewer devices, roles that share some (the same numbers in device_mapping), or end what else"
+    " runs there (ray status)"
+)
 
 
 def _where() -> tuple[str, str, str]:
@@ -218,8 +258,9 @@ def _where() -> tuple[str, str, str]:
 
 
 class _Thread:
-    """A daemon thread that starts and stops Ray. It lives as long as the cluster: Linux ends a child with the *thread* that started it, and
-    Ray asks for that. It is not the event loop's thread: there Ray would take over SIGTERM, which means "save and stop" to a run."""
+    """A daemon thread that starts and stops Ray. It lives as long as the cluster: Linux ends a child with the *thread*
+    that started it, and Ray asks for that. It is not the event loop's thread: there Ray would take over SIGTERM, which
+    means "save and stop" to a run."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -12,15 +12,16 @@ from turnwise.devices import visible_gpus
 
 @frozen
 class RayConfig:
-    """`address` None: a cluster of our own on this machine, stopped with the run; else that of a running one ("auto", "host:port").
+    """`address` None: a cluster of our own on this machine, stopped with the run; else that of a running one ("auto",
+    "host:port").
 
-    `device`: what the numbers of `device_mapping` are. `auto` and `gpu`: GPUs of the cluster; `cpu`: as many processes without one. With
-    `auto` a role without `device_mapping` runs without a GPU where the cluster has none. `start_timeout`: seconds for the cluster, for a
-    place in it and for a process to come up. `env_workers`: processes that play episodes (0: the driver plays them). `max_restarts`: how
-    often a sampling engine or an environment worker is replaced. `env_worker_timeout`: seconds for which an environment worker may answer
-    nothing. `cpus_per_process`: CPUs that a process reserves on a cluster that is not
-    our own. `log_to_driver`: what processes print appears here, with their names. `object_store_mb`: size of our own cluster's object store
-    (None: Ray's choice).
+    `device`: what the numbers of `device_mapping` are. `auto` and `gpu`: GPUs of the cluster; `cpu`: as many processes
+    without one. With `auto` a role without `device_mapping` runs without a GPU where the cluster has none.
+    `start_timeout`: seconds for the cluster, for a place in it and for a process to come up. `env_workers`: processes
+    that play episodes (0: the driver plays them). `max_restarts`: how often a sampling engine or an environment worker
+    is replaced. `env_worker_timeout`: seconds for which an environment worker may answer nothing. `cpus_per_process`:
+    CPUs that a process reserves on a cluster that is not our own. `log_to_driver`: what processes print appears here,
+    with their names. `object_store_mb`: size of our own cluster's object store (None: Ray's choice).
     """
 
     address: str | None = None
@@ -35,10 +36,13 @@ class RayConfig:
 
     @property
     def capabilities(self) -> RuntimeCapabilities:
-        """Numbers of `device_mapping` are GPUs of this machine, but not on CPU processes, nor where the cluster is elsewhere. A role without them
-        gets one GPU, with `auto` only where there are any (unknown of a cluster that runs already)."""
+        """Numbers of `device_mapping` are GPUs of this machine, but not on CPU processes, nor where the cluster is
+        elsewhere. A role without them gets one GPU, with `auto` only where there are any (unknown of a cluster that
+        runs already)."""
         return RuntimeCapabilities(
             gpus=self.device != "cpu",
             counts_devices=self.device != "cpu" and self.address is None,
-            least_devices=int(self.device == "gpu" or (self.device == "auto" and self.address is None and visible_gpus() > 0)),
+            least_devices=int(
+                self.device == "gpu" or (self.device == "auto" and self.address is None and visible_gpus() > 0)
+            ),
         )

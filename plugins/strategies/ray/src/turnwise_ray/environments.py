@@ -1,4 +1,5 @@
-"""Environments in processes of their own: a worker runs manager and environment together and asks the engines itself."""
+"""Environments in processes of their own: a worker runs manager and environment together and asks the engines
+itself."""
 
 from __future__ import annotations
 
@@ -29,9 +30,12 @@ _MADE_THERE: Any = None
 
 
 class EnvWorker(Process):
-    """Plays episodes. An executor (training, evaluation) is known by its number; its environments live as long as it."""
+    """Plays episodes. An executor (training, evaluation) is known by its number; its environments live as long as
+    it."""
 
-    async def open(self, number: int, home: Home, executor: bytes, members: Mapping[int, Any], failed: str | None) -> Answer:
+    async def open(
+        self, number: int, home: Home, executor: bytes, members: Mapping[int, Any], failed: str | None
+    ) -> Answer:
         """Build managers and what else an executor needs, by name. `members`, `failed`: as in `serve`."""
 
         async def work() -> None:
@@ -86,7 +90,8 @@ class EnvWorker(Process):
 
 
 async def _first(task: asyncio.Task[Played], stopped: asyncio.Future[None]) -> Played:
-    """The episode, or the error that stopped it while it hung; what the manager raises is a failure of the environment's side."""
+    """The episode, or the error that stopped it while it hung; what the manager raises is a failure of the
+    environment's side."""
     both: set[asyncio.Future[Any]] = {task, stopped}
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     if stopped.done():
@@ -115,7 +120,8 @@ class _Worker:
 
 
 class Workers:
-    """The environment workers of a run; one that dies is replaced, at most `max_restarts` times. One that answers nothing is killed."""
+    """The environment workers of a run; one that dies is replaced, at most `max_restarts` times. One that answers
+    nothing is killed."""
 
     def __init__(self, cluster: Cluster, home: Home, config: Any, timeout: float) -> None:
         self.cluster, self.home, self.config, self.timeout = cluster, home, config, timeout
@@ -138,16 +144,19 @@ class Workers:
         alive = [worker for worker in self.all if not worker.gone]
         if not alive:
             raise TurnwiseError(
-                f"all environment workers died more than max_restarts: {self.config.max_restarts} times. Last cause: {self._cause} "
-                "Fix: repair the environment, or step: process, or raise max_restarts of runtime ray"
+                f"all environment workers died more than max_restarts: {self.config.max_restarts} times. Last cause:"
+                f" {self._cause} Fix: repair the environment, or step: process, or raise max_restarts of runtime ray"
             )
         return min(alive, key=lambda worker: (worker.load, worker.number))
 
     async def ready(self, worker: _Worker, number: int, executor: bytes) -> Any:
-        """The actor of a worker, started if need be, with the executor opened in it. Raises WorkerLost where it is not started again."""
+        """The actor of a worker, started if need be, with the executor opened in it. Raises WorkerLost where it is not
+        started again."""
         async with worker.starting:
             if worker.gone:  # since this episode chose it
-                raise WorkerLost(f"{_name(worker)} died more than max_restarts: {self.config.max_restarts} times", counts=False)
+                raise WorkerLost(
+                    f"{_name(worker)} died more than max_restarts: {self.config.max_restarts} times", counts=False
+                )
             if worker.actor is None:
                 await self._start(worker)
             # A worker that was started again has forgotten the executors that it had.
@@ -163,7 +172,10 @@ class Workers:
         try:
             await result(actor.node.remote(), self.config.start_timeout)
         except TimeoutError as error:
-            raise MachineError(f"{where} did not come up within start_timeout = {self.config.start_timeout:g} s. Fix: raise start_timeout") from error
+            raise MachineError(
+                f"{where} did not come up within start_timeout = {self.config.start_timeout:g} s. Fix: raise"
+                " start_timeout"
+            ) from error
         self.cluster.follow(actor, where)
         watch = asyncio.get_running_loop().create_task(self._watch(actor))
         self._watches.add(watch)
@@ -175,7 +187,8 @@ class Workers:
             opened = await result(worker.actor.open.remote(number, self.home, executor, *self._members), self.timeout)
         except TimeoutError as error:
             raise MachineError(
-                f"{where}: the environment managers were not built within runtime_timeout = {self.timeout:g} s. Fix: raise runtime_timeout"
+                f"{where}: the environment managers were not built within runtime_timeout = {self.timeout:g} s. Fix:"
+                " raise runtime_timeout"
             ) from error
         opened.unwrap(where, EnvironmentFailure)
         worker.open.add(number)
@@ -198,14 +211,22 @@ class Workers:
     def died(self, worker: _Worker, actor: Any, error: BaseException) -> WorkerLost:
         """The error for one episode of a lost worker; the first that reports the loss counts, and has it replaced."""
         seconds = f"env_worker_timeout = {self.config.env_worker_timeout:g} s"
-        cause = f"it answered nothing for {seconds} (a step that does not return?)." if actor in self._silent else death(error)
+        cause = (
+            f"it answered nothing for {seconds} (a step that does not return?)."
+            if actor in self._silent
+            else death(error)
+        )
         # All episodes of a worker report its death, and another may be in its place when the later ones do.
         first = worker.actor is actor
         if first:
             worker.actor, self._cause = None, cause
             worker.restarts += 1
             worker.gone = worker.restarts > self.config.max_restarts
-            after = "is not started again" if worker.gone else f"is started again ({worker.restarts} of max_restarts: {self.config.max_restarts})"
+            after = (
+                "is not started again"
+                if worker.gone
+                else f"is started again ({worker.restarts} of max_restarts: {self.config.max_restarts})"
+            )
             log.warning("%s died: %s It %s", _name(worker), cause, after)
         return WorkerLost(f"{_name(worker)} died: {cause}", counts=first)
 
@@ -222,12 +243,22 @@ class Workers:
 class RayExecutor:
     """turnwise.contracts.rollout.Executor over the workers: training's, or evaluation's."""
 
-    def __init__(self, workers: Workers, plans: Sequence[TagPlan], settings: RolloutSettings, chat: Chat | None, backend: RayBackend) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        plans: Sequence[TagPlan],
+        settings: RolloutSettings,
+        chat: Chat | None,
+        backend: RayBackend,
+    ) -> None:
         self.workers = len(workers.all)
         self._pool = workers
         self._number = next(workers.serials)
         # A manager holds environments and locks of this process: each worker makes its own from the plan's builder.
-        shares = [evolve(plan, manager=_MADE_THERE, max_concurrent_steps=_share(plan.max_concurrent_steps, self.workers)) for plan in plans]
+        shares = [
+            evolve(plan, manager=_MADE_THERE, max_concurrent_steps=_share(plan.max_concurrent_steps, self.workers))
+            for plan in plans
+        ]
         self._stage = packed((shares, settings, chat, backend.role, backend.input, self.workers))
 
     async def play(self, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]) -> Played:
@@ -271,7 +302,10 @@ class RayExecutor:
                     log.warning("%s: %s ended with %s", _name(worker), method, one_line(answer))
 
 
-_ENVIRONMENT: dict[str, type[EnvironmentFailure]] = {"EnvironmentFailure": EnvironmentFailure, "EnvironmentTimeout": EnvironmentTimeout}
+_ENVIRONMENT: dict[str, type[EnvironmentFailure]] = {
+    "EnvironmentFailure": EnvironmentFailure,
+    "EnvironmentTimeout": EnvironmentTimeout,
+}
 
 
 def _share(number: int | None, workers: int) -> int | None:

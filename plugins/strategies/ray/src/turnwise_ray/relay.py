@@ -1,4 +1,5 @@
-"""Weights from one node to another: read where the trainer is, carried by Ray's object store, served again where the backends are.
+"""Weights from one node to another: read where the trainer is, carried by Ray's object store, served again where the
+backends are.
 
 Within a node weights go from process to process (turnwise_torch.stream), and Ray is not asked.
 """
@@ -42,7 +43,12 @@ class RelaySource(Process):
             return None
         return [
             # As bytes, for numpy has no bfloat16; copied, for the memory is overwritten by the next bucket.
-            (name, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.contiguous().reshape(-1).view(torch.uint8).numpy().copy())
+            (
+                name,
+                str(t.dtype).removeprefix("torch."),
+                tuple(t.shape),
+                t.contiguous().reshape(-1).view(torch.uint8).numpy().copy(),
+            )
             for name, t in bucket
         ]
 

@@ -18,7 +18,8 @@ from turnwise_ray.actors import Answer, Home, Process, unpacked
 class Replica(Process):
     """Builds the backend by name and serves it. A request is known by the ticket of whoever sent it.
 
-    Where the engine behind the backend has ended (EngineLost, whichever method raised it), `end` does: whoever watches ends this process.
+    Where the engine behind the backend has ended (EngineLost, whichever method raised it), `end` does: whoever watches
+    ends this process.
     """
 
     def __init__(self, name: str) -> None:
@@ -83,7 +84,8 @@ class Replica(Process):
         return await self._answer(work())
 
     async def end(self) -> str:
-        """Why the engine behind the backend has ended, once it has; else it never answers, and who waits learns of the end of this process."""
+        """Why the engine behind the backend has ended, once it has; else it never answers, and who waits learns of the
+        end of this process."""
         await self._lost.wait()
         return self._cause
 

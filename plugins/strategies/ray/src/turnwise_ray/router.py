@@ -20,7 +20,8 @@ from turnwise_serving.affinity import Affinity
 class Router:
     """Sends requests to the engines that serve (number → actor), in the driver or in a worker.
 
-    A request whose engine dies is sent to another with the same seed. While none serves, requests wait: whoever waits for them has a timeout.
+    A request whose engine dies is sent to another with the same seed. While none serves, requests wait: whoever waits
+    for them has a timeout.
     """
 
     input: Literal["ids", "messages"]

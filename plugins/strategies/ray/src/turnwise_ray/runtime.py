@@ -40,9 +40,12 @@ class RayRuntime:
         return role
 
     async def serve(self, plan: ServePlan) -> RayBackend:
-        """Build the engines of the sampling role in their processes. Raises what they raised, or MachineError (no cluster, no room)."""
+        """Build the engines of the sampling role in their processes. Raises what they raised, or MachineError (no
+        cluster, no room)."""
         await self._cluster.start()
-        backend = await RayBackend(plan, self._cluster, self._home, self._context.timeout, self._config, self._trainer).start()
+        backend = await RayBackend(
+            plan, self._cluster, self._home, self._context.timeout, self._config, self._trainer
+        ).start()
         self._placed.append(backend)
         return backend
 
@@ -50,10 +53,16 @@ class RayRuntime:
         """The role that sends weights, once it is placed."""
         return next((one for one in self._placed if isinstance(one, RayRole) and one.role == SENDER), None)
 
-    def executor(self, plans: Sequence[TagPlan], settings: RolloutSettings, chat: Chat | None, backend: InferenceBackend) -> RayExecutor | None:
-        """Workers for these episodes; None (the driver plays) without `env_workers`, for a player of the driver's, and for plans that no
-        other process can build."""
-        if not self._config.env_workers or not isinstance(backend, RayBackend) or any(plan.manager_builder is None for plan in plans):
+    def executor(
+        self, plans: Sequence[TagPlan], settings: RolloutSettings, chat: Chat | None, backend: InferenceBackend
+    ) -> RayExecutor | None:
+        """Workers for these episodes; None (the driver plays) without `env_workers`, for a player of the driver's, and
+        for plans that no other process can build."""
+        if (
+            not self._config.env_workers
+            or not isinstance(backend, RayBackend)
+            or any(plan.manager_builder is None for plan in plans)
+        ):
             return None
         if self._workers is None:
             self._workers = Workers(self._cluster, self._home, self._config, self._context.timeout)
@@ -61,7 +70,8 @@ class RayRuntime:
         return RayExecutor(self._workers, plans, settings, chat, backend)
 
     async def close(self) -> None:
-        """Close every role, the latest first, then the cluster; the first error is raised when all were asked. May be called twice."""
+        """Close every role, the latest first, then the cluster; the first error is raised when all were asked. May be
+        called twice."""
         errors: list[Exception] = []
         if self._workers is not None:
             # Workers first: their episodes ask the engines that are closed next.

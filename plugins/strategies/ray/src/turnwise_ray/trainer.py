@@ -43,8 +43,16 @@ class TrainRank(Process):
     def _start(self, home: Home, plan: bytes, ranks: Ranks, devices: tuple[int, ...]) -> Any:
         host, _, port = ranks.address.rpartition(":")
         # What engines read that expect a launcher; what the user set stays.
-        device = devices[0] if devices else ranks.local_rank  # engines take LOCAL_RANK for the number of their GPU, of which each rank sees one
-        launched = {"RANK": ranks.rank, "WORLD_SIZE": ranks.size, "LOCAL_RANK": device, "MASTER_ADDR": host, "MASTER_PORT": port}
+        device = (
+            devices[0] if devices else ranks.local_rank
+        )  # engines take LOCAL_RANK for the number of their GPU, of which each rank sees one
+        launched = {
+            "RANK": ranks.rank,
+            "WORLD_SIZE": ranks.size,
+            "LOCAL_RANK": device,
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+        }
         for name, value in launched.items():
             os.environ.setdefault(name, str(value))
         # Plugins are declared before the plan is unpacked, of whose classes it may be made.
@@ -95,7 +103,12 @@ class RayRole:
             alone = sum(bool(node["Alive"]) for node in ray.nodes()) == 1
             address = f"{'127.0.0.1' if alone else meets[0][1]}:{meets[0][2]}"
             calls = [
-                rank.start.remote(self._home, plan, Ranks(number, len(seats), hosts[:number].count(hosts[number]), address), (0,) if seat.gpu else ())
+                rank.start.remote(
+                    self._home,
+                    plan,
+                    Ranks(number, len(seats), hosts[:number].count(hosts[number]), address),
+                    (0,) if seat.gpu else (),
+                )
                 for number, (rank, seat) in enumerate(zip(self._ranks, seats, strict=True))
             ]
             self._data_parallel = await self._all(calls, "start")
@@ -114,9 +127,13 @@ class RayRole:
 
     async def _met(self) -> list[tuple[str, str, int]]:
         try:
-            return list(await asyncio.gather(*(result(rank.meet.remote(), self._start_timeout) for rank in self._ranks)))
+            return list(
+                await asyncio.gather(*(result(rank.meet.remote(), self._start_timeout) for rank in self._ranks))
+            )
         except TimeoutError as error:
-            raise MachineError(f"{self.role}: its processes did not come up within start_timeout = {self._start_timeout:g} s") from error
+            raise MachineError(
+                f"{self.role}: its processes did not come up within start_timeout = {self._start_timeout:g} s"
+            ) from error
         except ray.exceptions.RayError as error:
             raise TrainerError(f"{self.role}: a process did not come up: {death(error)}") from error
 
@@ -140,7 +157,9 @@ class RayRole:
         async with self._calling("update"):
             self._fresh = None
             shares = self._shares(update.rows)
-            results: list[UpdateResult] = await self._answers("update", [evolve(update, rows=rows) for _, rows in shares])
+            results: list[UpdateResult] = await self._answers(
+                "update", [evolve(update, rows=rows) for _, rows in shares]
+            )
             return results[0] if len(results) == 1 else merge_results(results)
 
     async def offer(self, transport: str, version: int, receivers: int = 1) -> Offer:
@@ -185,8 +204,8 @@ class RayRole:
             self._offloaded = False
 
     async def each(self, method: str, *args: object) -> Any:  # what the method returns: it is called by name
-        """Call a method of the strategies by name, one in each rank, and return what rank 0 answered. Raises what a rank raised, with the rank's
-        name, or TrainerError for one that died or did not answer."""
+        """Call a method of the strategies by name, one in each rank, and return what rank 0 answered. Raises what a
+        rank raised, with the rank's name, or TrainerError for one that died or did not answer."""
         async with self._calling(method):
             return await self._each(method, *args)
 
@@ -201,18 +220,22 @@ class RayRole:
             yield
 
     async def watch(self) -> None:
-        """Ask all ranks every WATCH_SECONDS whether they are there. Raises TrainerError for one that is gone, and so does every later call."""
+        """Ask all ranks every WATCH_SECONDS whether they are there. Raises TrainerError for one that is gone, and so
+        does every later call."""
         while True:
             for rank, place in zip(self._ranks, self._places, strict=True):
                 try:
                     await result(rank.node.remote())
                 except ray.exceptions.RayError as error:
-                    self._broken = self._broken or TrainerError(f"{self.role}, {place}: the process died. {death(error)}")
+                    self._broken = self._broken or TrainerError(
+                        f"{self.role}, {place}: the process died. {death(error)}"
+                    )
                     raise self._broken from error
             await asyncio.sleep(WATCH_SECONDS)
 
     async def again(self, receivers: Callable[[str], int], receive: Callable[[Offer], Awaitable[object]]) -> bool:
-        """Send the weights of the last offer once more, to backends that came later. False: they have changed since, the next offer will do.
+        """Send the weights of the last offer once more, to backends that came later. False: they have changed since,
+        the next offer will do.
         `receivers`: how many read an offer of a transport.
 
         Raises TurnwiseError; the strategy itself goes on."""
@@ -240,7 +263,9 @@ class RayRole:
     async def _each(self, method: str, *args: object) -> Any:
         # A process elsewhere may have another working folder.
         args = tuple(arg.absolute() if isinstance(arg, Path) else arg for arg in args)
-        answers = await self._all([rank.call.remote(number == 0, method, *args) for number, rank in enumerate(self._ranks)], method)
+        answers = await self._all(
+            [rank.call.remote(number == 0, method, *args) for number, rank in enumerate(self._ranks)], method
+        )
         return answers[0]
 
     async def _offer(self, transport: str, version: int, receivers: int) -> Offer:
@@ -259,7 +284,8 @@ class RayRole:
         return [(share, rows if len(shares) == 1 else rows.select(share)) for share in shares]
 
     async def _answers(self, method: str, pieces: Sequence[Rows | Update]) -> list[Any]:
-        """Each data parallel rank gets its piece alone; those within one get the same, and the first of them answers."""
+        """Each data parallel rank gets its piece alone; those within one get the same, and the first of them
+        answers."""
         # Once a piece: the ranks within a data parallel one get the same rows. In threads: pickling holds up the loop.
         stored = await asyncio.gather(*(asyncio.to_thread(ray.put, piece) for piece in pieces))
         first = {part: number for number, (part, _) in reversed(list(enumerate(self._data_parallel)))}
@@ -271,8 +297,8 @@ class RayRole:
         return [answers[first[part]] for part in range(len(pieces))]
 
     async def _all(self, calls: Sequence[Any], method: str) -> list[Any]:
-        """The answers of all ranks. After a failure the others have a little time to report theirs; a rank that then still waits for a lost one
-        is ended."""
+        """The answers of all ranks. After a failure the others have a little time to report theirs; a rank that then
+        still waits for a lost one is ended."""
         loop = asyncio.get_running_loop()
         waiting = {asyncio.ensure_future(result(call)): number for number, call in enumerate(calls)}
         answers: dict[int, Any] = {}
@@ -280,7 +306,9 @@ class RayRole:
         end, dead = loop.time() + self._timeout, False
         try:
             while waiting and not dead:
-                done, _ = await asyncio.wait(waiting, timeout=max(0.0, end - loop.time()), return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    waiting, timeout=max(0.0, end - loop.time()), return_when=asyncio.FIRST_COMPLETED
+                )
                 if not done:
                     break
                 for future in sorted(done, key=waiting.__getitem__):
@@ -317,7 +345,8 @@ class RayRole:
     def _late(self, method: str, numbers: Sequence[int]) -> TrainerError:
         who = "; ".join(self._places[number] for number in numbers)
         return TrainerError(
-            f"{self.role}: {method} did not end within runtime_timeout = {self._timeout:g} s ({who}). Fix: raise runtime_timeout, or lower the batch."
+            f"{self.role}: {method} did not end within runtime_timeout = {self._timeout:g} s ({who}). Fix: raise"
+            " runtime_timeout, or lower the batch."
         )
 
     def _kill(self) -> None:
@@ -326,7 +355,8 @@ class RayRole:
                 ray.kill(rank)
 
     async def close(self) -> None:
-        """Close the strategy in every rank and end the processes; may be called twice. Ranks that hang or are lost are ended at once."""
+        """Close the strategy in every rank and end the processes; may be called twice. Ranks that hang or are lost are
+        ended at once."""
         if self._closed:
             return
         self._closed = True

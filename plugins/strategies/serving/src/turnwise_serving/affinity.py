@@ -1,4 +1,5 @@
-"""Requests over several engines: a trajectory stays where its prefix is cached, a new one goes where least is waiting."""
+"""Requests over several engines: a trajectory stays where its prefix is cached, a new one goes where least is
+waiting."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Affinity:
     def of(self, request: Request, serving: Collection[int]) -> Iterator[int]:
         """The engine among `serving` (not empty) that the request goes to; it counts as that engine's load meanwhile.
 
-        A request without an `order` belongs to no trajectory and goes where least is waiting, as do those whose engine serves no more."""
+        A request without an `order` belongs to no trajectory and goes where least is waiting, as do those whose engine
+        serves no more."""
         # The last number of an order is the turn's: what stands before it is common to a trajectory's requests.
         trajectory = request.order[:-1]
         home = self._homes.get(trajectory)

@@ -26,10 +26,13 @@ def version_number(label: Any) -> int:
 
 
 def token_versions(spans: Iterable[tuple[Any, int, int]], count: int, engine: str, fix: str = "") -> np.ndarray:
-    """int32 [count]: the version under which each token was sampled, from spans (label, start, end). Raises EngineError: a token has none."""
+    """int32 [count]: the version under which each token was sampled, from spans (label, start, end). Raises
+    EngineError: a token has none."""
     versions = np.full(count, -1, np.int32)
     for label, start, end in spans:
         versions[start:end] = version_number(label)
     if (known := int((versions >= 0).sum())) != count:
-        raise EngineError(f"{engine} reported the weight version of {known} of {count} tokens{f'. Fix: {fix}' if fix else ''}")
+        raise EngineError(
+            f"{engine} reported the weight version of {known} of {count} tokens{f'. Fix: {fix}' if fix else ''}"
+        )
     return versions

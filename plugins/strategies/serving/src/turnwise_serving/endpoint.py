@@ -1,4 +1,5 @@
-"""A server that was started by somebody else: its address, and its key, which stands in an environment variable and in no file."""
+"""A server that was started by somebody else: its address, and its key, which stands in an environment variable and in
+no file."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ def endpoint_problems(where: str, url: str, key_variable: str | None) -> Iterato
         yield Problem(f"{where}.base_url", f"{url!r} is no address. Fix: such as http://127.0.0.1:8000")
     if key_variable and key_variable not in os.environ:
         lack = f"the environment variable {key_variable} with the server's key is not set"
-        yield Problem(f"{where}.api_key_env", f"{lack}. Fix: set it, or api_key_env: another name, or null for a server without keys", machine=True)
+        yield Problem(
+            f"{where}.api_key_env",
+            f"{lack}. Fix: set it, or api_key_env: another name, or null for a server without keys",
+            machine=True,
+        )
 
 
 def key_from(variable: str | None) -> str | None:

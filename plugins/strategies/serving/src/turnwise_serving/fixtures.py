@@ -1,4 +1,5 @@
-"""What tests of served engines share: a tiny model with its chat, and a server that is waited for. Needs turnwise-hf."""
+"""What tests of served engines share: a tiny model with its chat, and a server that is waited for. Needs
+turnwise-hf."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound=ServerProcess)
 LENGTH = 512
-_TEXTS = ("The goal is 2 down 1 right. Holes: Left Down.", "Which way?", "Left", "Down", "Right", "Up", "one two three a b")
+_TEXTS = (
+    "The goal is 2 down 1 right. Holes: Left Down.",
+    "Which way?",
+    "Left",
+    "Down",
+    "Right",
+    "Up",
+    "one two three a b",
+)
 _START = 300.0
 
 
@@ -28,12 +37,18 @@ _START = 300.0
 def model(seed: int = 0) -> Path:
     """A tiny random Qwen2 with a word tokenizer, and heads that the engines' CPU attention knows.
 
-    Its weights are larger than by default, so that a log-prob of another temperature or token is far off, and small enough that fp32 rounds
-    log-probs by 1e-5 at most: twice as large, by 1e-4.
+    Its weights are larger than by default, so that a log-prob of another temperature or token is far off, and small
+    enough that fp32 rounds log-probs by 1e-5 at most: twice as large, by 1e-4.
     """
     place = Path(tempfile.mkdtemp(prefix="turnwise-served-model-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
-    recipe = {"hidden_size": 64, "num_heads": 2, "initializer_range": 0.15, "max_position_embeddings": LENGTH, "seed": seed}
+    recipe = {
+        "hidden_size": 64,
+        "num_heads": 2,
+        "initializer_range": 0.15,
+        "max_position_embeddings": LENGTH,
+        "seed": seed,
+    }
     return _source(place).prepare({"recipe": recipe})
 
 
@@ -46,7 +61,9 @@ def chat() -> Chat:
 def _source(place: Path) -> HfModelSource:
     from turnwise_hf.source import HfModelSource
 
-    return HfModelSource(None, ModelSourceContext(cache=place, texts=lambda: [{"role": "user", "content": text} for text in _TEXTS]))
+    return HfModelSource(
+        None, ModelSourceContext(cache=place, texts=lambda: [{"role": "user", "content": text} for text in _TEXTS])
+    )
 
 
 def started(server: S) -> S:

@@ -14,7 +14,8 @@ _POLL = 0.2
 
 
 async def until_healthy(server: ServerProcess, client: Client, timeout: float, closed: Callable[[], bool]) -> None:
-    """Return when it answers. Raises EngineError: it ended, is not up within `timeout` seconds (`start_timeout`), or nobody waits any more."""
+    """Return when it answers. Raises EngineError: it ended, is not up within `timeout` seconds (`start_timeout`), or
+    nobody waits any more."""
     deadline = time.monotonic() + timeout
     while not await client.healthy():
         if closed():
@@ -23,6 +24,9 @@ async def until_healthy(server: ServerProcess, client: Client, timeout: float, c
             ended = f"{server.engine} did not start ({server.how_it_ended()}), log {server.log}: {server.tail()}"
             raise EngineError(server.memory.explained(ended, server.words(), "the start"))
         if time.monotonic() > deadline:
-            slow = f"{server.engine} did not answer within start_timeout = {timeout:g} s, log {server.log}: {server.tail()}"
+            slow = (
+                f"{server.engine} did not answer within start_timeout = {timeout:g} s, log {server.log}:"
+                f" {server.tail()}"
+            )
             raise EngineError(f"{slow}. Fix: raise strategy_config.start_timeout")
         await asyncio.sleep(_POLL)

@@ -1,4 +1,5 @@
-"""Calls to one server: JSON goes out, text comes back, and a failure is one of three: it is gone, it is slow, it refuses."""
+"""Calls to one server: JSON goes out, text comes back, and a failure is one of three: it is gone, it is slow, it
+refuses."""
 
 from __future__ import annotations
 
@@ -23,13 +24,19 @@ class Slow(Exception):
 class Client:
     """A client of the server at `url`, for one event loop, until `close`.
 
-    `timeout`: seconds for a call that names none of its own; `key`: sent with every call; `connections`: at once (None: no limit, the engine
-    queues); `keep_alive`: connections kept for later calls; `proxies`: whether those of the environment are used, which are for hosts outside
-    this machine.
+    `timeout`: seconds for a call that names none of its own; `key`: sent with every call; `connections`: at once (None:
+    no limit, the engine queues); `keep_alive`: connections kept for later calls; `proxies`: whether those of the
+    environment are used, which are for hosts outside this machine.
     """
 
     def __init__(
-        self, url: str, timeout: float, key: str | None = None, connections: int | None = None, keep_alive: int = 64, proxies: bool = False
+        self,
+        url: str,
+        timeout: float,
+        key: str | None = None,
+        connections: int | None = None,
+        keep_alive: int = 64,
+        proxies: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
         self._client = httpx2.AsyncClient(
@@ -42,7 +49,12 @@ class Client:
         )
 
     async def send(
-        self, method: str, path: str, body: Any = None, timeout: float | None = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Response:
         """The answer, whatever its status, to `body` (JSON; `bytes`: JSON already; None: none). Raises Gone, Slow."""
         request: dict[str, Any] = {"headers": dict(headers or {})}
@@ -55,9 +67,12 @@ class Client:
             return await self._client.request(method, path, **request)
 
     async def events(self, path: str, body: Mapping[str, Any], timeout: float) -> AsyncIterator[str]:
-        """The data of the server-sent events in answer to `body`, without the closing `[DONE]`. Raises Gone, Slow; Refused for another status."""
+        """The data of the server-sent events in answer to `body`, without the closing `[DONE]`. Raises Gone, Slow;
+        Refused for another status."""
         with _failures(path):
-            async with self._client.stream("POST", path, json=body, timeout=httpx2.Timeout(timeout, pool=None)) as response:
+            async with self._client.stream(
+                "POST", path, json=body, timeout=httpx2.Timeout(timeout, pool=None)
+            ) as response:
                 if response.status_code != 200:
                     raise Refused(response.status_code, (await response.aread()).decode(errors="replace"))
                 async for line in response.aiter_lines():
@@ -100,7 +115,8 @@ def _failures(path: str) -> Iterator[None]:
 
 
 def reason(text: str, most: int = 600) -> str:
-    """Why a server refused, on one line of at most `most` characters: the message in the JSON of its answer, else the answer."""
+    """Why a server refused, on one line of at most `most` characters: the message in the JSON of its answer, else the
+    answer."""
     try:
         payload = json.loads(text)
     except ValueError:

@@ -27,7 +27,9 @@ def vocabulary(folder: Path) -> int:
     try:
         return int(facts(folder)["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder} is no language model's folder (config.json without vocab_size). Fix: name another pretrain") from error
+        raise ConfigError(
+            f"{folder} is no language model's folder (config.json without vocab_size). Fix: name another pretrain"
+        ) from error
 
 
 def sees(folder: Path | None) -> bool:

@@ -33,8 +33,9 @@ _PATIENCE = 20.0
 class ServerProcess:
     """A server of one engine, which ends with us however we end: it holds the other end of its standard input.
 
-    A subclass names the `engine`, its `memory`, and which lines of its log are errors (`error`), which of those only point to others
-    (`pointer`) or have their reason on the next line (`headline`), which are the usual ones (`usual`), and how many errors are shown.
+    A subclass names the `engine`, its `memory`, and which lines of its log are errors (`error`), which of those only
+    point to others (`pointer`) or have their reason on the next line (`headline`), which are the usual ones (`usual`),
+    and how many errors are shown.
     """
 
     engine: ClassVar[str]
@@ -48,7 +49,8 @@ class ServerProcess:
     def __init__(self, port: int) -> None:
         """Make its folder, which nobody else may read; nothing is started."""
         self.url = f"http://127.0.0.1:{port}"
-        # Loopback is open to every user of the machine. A subclass hands it over where no other user can read it: not in a command line.
+        # Loopback is open to every user of the machine. A subclass hands it over where no other user can read it: not
+        # in a command line.
         self.key = secrets.token_urlsafe(32)
         self.folder = Path(tempfile.mkdtemp(prefix=f"turnwise-{self.engine.lower()}-"))
         self.log = self.folder / "server.log"
@@ -63,7 +65,8 @@ class ServerProcess:
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    # A group of its own: Ctrl-C in the driver's terminal reaches the driver, which stops the server in order.
+                    # A group of its own: Ctrl-C in the driver's terminal reaches the driver, which stops the server in
+                    # order.
                     start_new_session=True,
                 )
         except OSError:
@@ -80,14 +83,24 @@ class ServerProcess:
     def tail(self) -> str:
         """The end of the log on one line: its last errors, else its last lines that say more than the usual ones."""
         try:
-            lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+            lines = [
+                line.strip()
+                for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+                if line.strip()
+            ]
         except OSError:
             return "no log"
         pairs = zip(lines, [*lines[1:], ""])
-        errors = [f"{line} {after}" if self.headline.search(line) else line for line, after in pairs if self.error.search(line)]
+        errors = [
+            f"{line} {after}" if self.headline.search(line) else line
+            for line, after in pairs
+            if self.error.search(line)
+        ]
         # Errors that only point to others are better than none.
         errors = [line for line in errors if not self.pointer.search(line)] or errors
-        chosen = errors[-self.shown :] or [line for line in lines if not self.usual.search(line)][-TAIL:] or lines[-TAIL:]
+        chosen = (
+            errors[-self.shown :] or [line for line in lines if not self.usual.search(line)][-TAIL:] or lines[-TAIL:]
+        )
         return " | ".join(line[:400] for line in chosen) or "an empty log"
 
     def words(self) -> str:
@@ -100,17 +113,21 @@ class ServerProcess:
             return ""
 
     def how_it_ended(self) -> str:
-        """`exit code 1` or `signal SIGKILL`, with what the system may have meant by it where the log gives no reason."""
+        """`exit code 1` or `signal SIGKILL`, with what the system may have meant by it where the log gives no
+        reason."""
         code = self._process.poll()
         if code is not None and code < 0:
             # The system kills without a word where main memory is full.
-            silent = -code == signal.SIGKILL and not any(self.error.search(line.strip()) for line in self.words().splitlines())
+            silent = -code == signal.SIGKILL and not any(
+                self.error.search(line.strip()) for line in self.words().splitlines()
+            )
             full = f": if main memory was full, lower {self.memory.host} of actor_infer"
             return f"signal {signal.Signals(-code).name}{full if silent else ''}"
         return f"exit code {code}"
 
     def stop(self, patience: float = _PATIENCE, keep_log: bool = False) -> None:
-        """End it: a request to stop, then after `patience` seconds all that it started by force. Blocks; may be called twice."""
+        """End it: a request to stop, then after `patience` seconds all that it started by force. Blocks; may be called
+        twice."""
         atexit.unregister(self.stop)
         end_tree(self._process, patience)
         if self._process.stdin is not None:
@@ -120,7 +137,8 @@ class ServerProcess:
 
 
 def end_tree(leader: subprocess.Popen[bytes], patience: float) -> None:
-    """End the leader of a process group with its group and all its descendants, those in groups of their own too. Blocks until it has ended."""
+    """End the leader of a process group with its group and all its descendants, those in groups of their own too.
+    Blocks until it has ended."""
     # Before it ends: afterwards its children are another process's.
     family = _descendants(leader.pid)
     if patience and leader.poll() is None:
@@ -146,6 +164,7 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 
 def visible(devices: Sequence[int]) -> str:
-    """The role's devices for CUDA_VISIBLE_DEVICES, as the environment names them: positions within what this process may see."""
+    """The role's devices for CUDA_VISIBLE_DEVICES, as the environment names them: positions within what this process
+    may see."""
     seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return ",".join(seen[number] if number < len(seen) else str(number) for number in devices)

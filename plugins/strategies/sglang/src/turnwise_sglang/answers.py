@@ -17,8 +17,8 @@ from turnwise_serving.answers import cut, token_versions
 
 @frozen
 class Limits:
-    """What a request is checked against, before it can harm the server: ids outside the vocabulary kill SGLang's scheduler. `sees`: images are
-    no harm."""
+    """What a request is checked against, before it can harm the server: ids outside the vocabulary kill SGLang's
+    scheduler. `sees`: images are no harm."""
 
     sequence_length: int
     vocabulary: int
@@ -32,7 +32,10 @@ def body(request: Request, limits: Limits, stop_ids: Sequence[int]) -> dict[str,
     if request.images and not limits.sees:
         where = f" (request of {request.tag})" if request.tag else ""
         count = len(request.images)
-        raise EngineError(f"the request{where} holds {count} images, and the model takes text only. Fix: a text rendering of the environment")
+        raise EngineError(
+            f"the request{where} holds {count} images, and the model takes text only. Fix: a text rendering of the"
+            " environment"
+        )
     return {
         "input_ids": ids.tolist(),
         "return_logprob": True,
@@ -87,9 +90,15 @@ def joined(before: Mapping[str, Any] | None, answer: Mapping[str, Any]) -> dict[
     """Two answers, the second of which goes on where the first was broken off, as one."""
     old = before or {"output_ids": [], "meta_info": {}}
     facts, start = answer["meta_info"], len(old["output_ids"])
-    spans = [{**span, "start": span["start"] + start, "end": span["end"] + start} for span in facts.get("weight_versions") or ()]
+    spans = [
+        {**span, "start": span["start"] + start, "end": span["end"] + start}
+        for span in facts.get("weight_versions") or ()
+    ]
     whole = {
-        "output_token_logprobs": [*old["meta_info"].get("output_token_logprobs", ()), *(facts.get("output_token_logprobs") or ())],
+        "output_token_logprobs": [
+            *old["meta_info"].get("output_token_logprobs", ()),
+            *(facts.get("output_token_logprobs") or ()),
+        ],
         "weight_versions": [*old["meta_info"].get("weight_versions", ()), *spans],
         # What went in again with the prompt is part of the response.
         "prompt_tokens": facts.get("prompt_tokens", 0) - start,
@@ -105,14 +114,20 @@ def ended(answer: Mapping[str, Any], payload: Mapping[str, Any]) -> str:
     return "length" if len(ids) >= params["max_new_tokens"] else ""
 
 
-def generation(answer: Mapping[str, Any], request: Request, chat: Chat, ours: bool, length: int | None = None) -> Generation:
-    """A Generation from SGLang's last answer. `ours`: its log-probs are our log-probs; `length`: cut there, by a stop string.
+def generation(
+    answer: Mapping[str, Any], request: Request, chat: Chat, ours: bool, length: int | None = None
+) -> Generation:
+    """A Generation from SGLang's last answer. `ours`: its log-probs are our log-probs; `length`: cut there, by a stop
+    string.
 
     Raises EngineError for an answer that does not hold what was asked for.
     """
     facts = answer["meta_info"]
     if request.images and request.ids is not None and facts["prompt_tokens"] != len(request.ids):
-        raise EngineError(f"SGLang saw a prompt of {facts['prompt_tokens']} tokens, the request has {len(request.ids)}: it divides images otherwise")
+        raise EngineError(
+            f"SGLang saw a prompt of {facts['prompt_tokens']} tokens, the request has {len(request.ids)}: it divides"
+            " images otherwise"
+        )
     pairs = facts["output_token_logprobs"][:length]
     ids = int32([pair[1] for pair in pairs])
     logprobs = float32([pair[0] if pair[0] is not None else np.nan for pair in pairs])

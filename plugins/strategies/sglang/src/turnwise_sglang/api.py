@@ -12,14 +12,16 @@ from turnwise_sglang.memory import MEMORY
 
 
 class Api(Client):
-    """Calls to one server; each raises Gone where the connection breaks, and EngineError for all else. `timeout`: seconds for a call that is no
-    response to sample."""
+    """Calls to one server; each raises Gone where the connection breaks, and EngineError for all else. `timeout`:
+    seconds for a call that is no response to sample."""
 
     async def get(self, path: str) -> dict[str, Any]:
         """The JSON object at `path`."""
         return self._object(path, await self._answered("GET", path, None, None))
 
-    async def post(self, path: str, body: Mapping[str, Any] | bytes | None = None, timeout: float | None = None) -> dict[str, Any]:
+    async def post(
+        self, path: str, body: Mapping[str, Any] | bytes | None = None, timeout: float | None = None
+    ) -> dict[str, Any]:
         """The JSON answer to `body` (`bytes`: JSON already); `success: false` is an EngineError too."""
         return self._object(path, await self._answered("POST", path, body or {}, timeout))
 
@@ -44,7 +46,9 @@ class Api(Client):
         except Refused as error:
             raise self._refused(path, error.status, error.text) from error
 
-    async def _answered(self, method: str, path: str, body: Mapping[str, Any] | bytes | None, timeout: float | None) -> Response:
+    async def _answered(
+        self, method: str, path: str, body: Mapping[str, Any] | bytes | None, timeout: float | None
+    ) -> Response:
         try:
             return await self.send(method, path, body, timeout)
         except Slow as error:
@@ -66,5 +70,11 @@ class Api(Client):
         return EngineError(MEMORY.explained(refused, text, MEMORY.phase(path)))
 
     def _slow(self, path: str, timeout: float | None) -> EngineError:
-        limit = "control_timeout" if timeout is None else "request_timeout" if path == "/generate" else "weight_sync_timeout"
+        limit = (
+            "control_timeout"
+            if timeout is None
+            else "request_timeout"
+            if path == "/generate"
+            else "weight_sync_timeout"
+        )
         return EngineError(f"SGLang at {self.url} did not answer {path} within {limit}")

@@ -1,4 +1,5 @@
-"""From options and context to SGLang's server arguments and environment, and what its own argument class says to them."""
+"""From options and context to SGLang's server arguments and environment, and what its own argument class says to
+them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ WHERE = "actor_infer.strategy_args.strategy_config"
 LAUNCHER = Path(__file__).with_name("engine") / "turnwise_serve.py"
 OLDEST = "0.5.21"
 """The first version whose weight updates are sessions (begin_weight_update)."""
-OURS = {"model_path": "pretrain", "weight_version": "nothing: the backend counts versions", "host": "nothing: the server listens on loopback"}
+OURS = {
+    "model_path": "pretrain",
+    "weight_version": "nothing: the backend counts versions",
+    "host": "nothing: the server listens on loopback",
+}
 OURS |= {"port": "nothing: a free one is taken", "dtype": "model_args.dtype", "tokenizer_path": "pretrain"}
 OURS |= {
     "skip_server_warmup": "nothing: it is on",
@@ -50,7 +55,11 @@ _FIELDS = (
     "enable_deterministic_inference",
 )
 _ELSEWHERE = {"tensor_parallel_size": "tp_size", "pipeline_parallel_size": "pp_size", "data_parallel_size": "dp_size"}
-_ELSEWHERE |= {"gpu_memory_utilization": "mem_fraction_static", "max_model_len": "context_length", "max_num_seqs": "max_running_requests"}
+_ELSEWHERE |= {
+    "gpu_memory_utilization": "mem_fraction_static",
+    "max_model_len": "context_length",
+    "max_num_seqs": "max_running_requests",
+}
 """vLLM's names, which are far from SGLang's."""
 SPARE = 8
 """SGLang keeps a few positions of its context for itself; a response may fill sequence_length to the last token."""
@@ -111,7 +120,12 @@ def server_arguments(config: SglangConfig, context: InferenceContext, port: int)
 def lora_arguments(lora: Lora, on: str | None) -> dict[str, Any]:
     """Room for one adapter beside the model."""
     # Two adapters: a new one is loaded before the last one leaves.
-    room = {"enable_lora": True, "max_lora_rank": lora.rank, "lora_target_modules": modules(lora.target), "max_loras_per_batch": 2}
+    room = {
+        "enable_lora": True,
+        "max_lora_rank": lora.rank,
+        "lora_target_modules": modules(lora.target),
+        "max_loras_per_batch": 2,
+    }
     return room | ({"lora_backend": "torch_native"} if on == "cpu" else {})
 
 
@@ -137,7 +151,12 @@ def environment(config: SglangConfig, context: InferenceContext) -> dict[str, st
         # Flushing spares it: after an update it would give the old weights' features of an image.
         values["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     if device(config, context) == "cpu":
-        values |= {"TURNWISE_SGLANG_CPU": "1", "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+        values |= {
+            "TURNWISE_SGLANG_CPU": "1",
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
         values.setdefault("OMP_NUM_THREADS", "1")
         if (ranks := config.devices_per_engine) > 1:
             values.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores(ranks))
@@ -147,15 +166,23 @@ def environment(config: SglangConfig, context: InferenceContext) -> dict[str, st
 
 
 def _cores(ranks: int) -> str:
-    """This process's CPU cores, dealt out to so many ranks, in SGLang's words. By default it has room for one rank on each NUMA node only."""
+    """This process's CPU cores, dealt out to so many ranks, in SGLang's words. By default it has room for one rank on
+    each NUMA node only."""
     mine = sorted(os.sched_getaffinity(0))
     each = max(1, len(mine) // ranks)
-    return "|".join(",".join(str(mine[place % len(mine)]) for place in range(rank * each, (rank + 1) * each)) for rank in range(ranks))
+    return "|".join(
+        ",".join(str(mine[place % len(mine)]) for place in range(rank * each, (rank + 1) * each))
+        for rank in range(ranks)
+    )
 
 
 def installed(python: str, name: str = "sglang") -> str:
-    """A package's version in that interpreter, found without importing it; "" where it has none. Raises OSError: there is no such program."""
-    code = f"import importlib.util as u, importlib.metadata as m; print(m.version({name!r}) if u.find_spec({name!r}) else '')"
+    """A package's version in that interpreter, found without importing it; "" where it has none. Raises OSError: there
+    is no such program."""
+    code = (
+        f"import importlib.util as u, importlib.metadata as m; print(m.version({name!r}) if u.find_spec({name!r})"
+        " else '')"
+    )
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired as error:
@@ -166,7 +193,10 @@ def installed(python: str, name: str = "sglang") -> str:
 def machine_problem(config: SglangConfig) -> Problem | None:
     """Why this machine cannot start the server, if it cannot."""
     python, where = interpreter(config), f"{WHERE}.python"
-    fix = "Fix: install SGLang there (requirements/sglang.txt in an environment of its own), or name its interpreter as strategy_config.python"
+    fix = (
+        "Fix: install SGLang there (requirements/sglang.txt in an environment of its own), or name its interpreter as"
+        " strategy_config.python"
+    )
     try:
         version = installed(python)
     except OSError as error:
@@ -177,7 +207,11 @@ def machine_problem(config: SglangConfig) -> Problem | None:
         old = Version(version) < Version(OLDEST)
     except InvalidVersion:
         return None
-    return Problem(where, f"{python} has sglang {version}, {OLDEST} or newer is needed. {fix}", machine=True) if old else None
+    return (
+        Problem(where, f"{python} has sglang {version}, {OLDEST} or newer is needed. {fix}", machine=True)
+        if old
+        else None
+    )
 
 
 def memory_problems(config: SglangConfig, context: InferenceContext) -> list[Problem]:
@@ -186,18 +220,32 @@ def memory_problems(config: SglangConfig, context: InferenceContext) -> list[Pro
         return []
     where = f"{WHERE}.enable_memory_saver"
     if device(config, context) == "cpu":
-        return [Problem(where, "there is no device memory to give back on a CPU. Fix: false, or name GPUs in device_mapping")]
+        return [
+            Problem(
+                where, "there is no device memory to give back on a CPU. Fix: false, or name GPUs in device_mapping"
+            )
+        ]
     if installed(interpreter(config), SAVER):
         return []
-    lack = f"needs the package {SAVER}, which {interpreter(config)} lacks. Fix: install it there, or enable_memory_saver: false"
+    lack = (
+        f"needs the package {SAVER}, which {interpreter(config)} lacks. Fix: install it there, or enable_memory_saver:"
+        " false"
+    )
     return [Problem(where, lack, machine=True)]
 
 
 def argument_problems(config: SglangConfig, context: InferenceContext) -> list[Problem]:
-    """What is wrong with `engine_args`: names that are this backend's to set, and what SGLang's own argument class refuses."""
+    """What is wrong with `engine_args`: names that are this backend's to set, and what SGLang's own argument class
+    refuses."""
     given = config.engine_args
-    problems = [Problem(f"{WHERE}.{name}", f"not the user's to set. Use {use}.") for name, use in OURS.items() if name in given]
-    problems += [Problem(WHERE, f"sglang has no argument {name!r}. Did you mean {_ELSEWHERE[name]!r}?") for name in given if name in _ELSEWHERE]
+    problems = [
+        Problem(f"{WHERE}.{name}", f"not the user's to set. Use {use}.") for name, use in OURS.items() if name in given
+    ]
+    problems += [
+        Problem(WHERE, f"sglang has no argument {name!r}. Did you mean {_ELSEWHERE[name]!r}?")
+        for name in given
+        if name in _ELSEWHERE
+    ]
     left = {name: value for name, value in config.engine_args.items() if name not in OURS and name not in _ELSEWHERE}
     if not left:
         return problems
@@ -210,7 +258,9 @@ def argument_problems(config: SglangConfig, context: InferenceContext) -> list[P
         lack = f"sglang's argument class could not be asked about {', '.join(left)}: {answer}"
         return [*problems, Problem(WHERE, lack, machine=True)]
     known = [*answer["known"], *SglangConfig.__annotations__]
-    problems += [Problem(WHERE, f"sglang has no argument {name!r}.{did_you_mean(name, known)}") for name in answer["unknown"]]
+    problems += [
+        Problem(WHERE, f"sglang has no argument {name!r}.{did_you_mean(name, known)}") for name in answer["unknown"]
+    ]
     return problems + [Problem(WHERE, line) for line in answer["wrong"]]
 
 
@@ -225,7 +275,9 @@ def _asked(python: str, arguments: str, cpu: bool) -> dict[str, list[str]] | str
         file.flush()
         try:
             command = [python, str(LAUNCHER), "check", file.name]
-            done = subprocess.run(command, env=values, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=180, check=False)
+            done = subprocess.run(
+                command, env=values, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=180, check=False
+            )
             answer: dict[str, list[str]] = json.loads(done.stdout.strip().splitlines()[-1])
         except (OSError, subprocess.TimeoutExpired) as error:
             return str(error)

@@ -1,4 +1,5 @@
-"""Inference with SGLang over HTTP: requests in token ids, weights in update sessions, and a server that dies is replaced."""
+"""Inference with SGLang over HTTP: requests in token ids, weights in update sessions, and a server that dies is
+replaced."""
 
 from __future__ import annotations
 
@@ -43,24 +44,28 @@ TAGS: Mapping[DeviceMemory, list[str]] = {"weights": ["weights"], "cache": ["kv_
 class SglangBackend:
     """`turnwise.contracts.inference.InferenceBackend` with one SGLang server, started at the first call or attached to.
 
-    Equal seeds, weights and ids give equal tokens, beyond rounding, with `enable_deterministic_inference`. Log-probs are SGLang's own, taken
-    after the temperature and before top-k and top-p, so they are ours; None under speculative decoding.
+    Equal seeds, weights and ids give equal tokens, beyond rounding, with `enable_deterministic_inference`. Log-probs
+    are SGLang's own, taken after the temperature and before top-k and top-p, so they are ours; None under speculative
+    decoding.
     """
 
     input: Literal["ids", "messages"] = "ids"
 
     def __init__(self, config: SglangConfig, context: InferenceContext) -> None:
-        """Starts nothing. Raises ConfigError: no model or chat, devices that are not one server's, a model that the server cannot serve so."""
+        """Starts nothing. Raises ConfigError: no model or chat, devices that are not one server's, a model that the
+        server cannot serve so."""
         size = config.devices_per_engine
         if not context.updates and len(context.devices) % size == 0:
             # An evaluation builds one of the role's servers, in this process.
             context = evolve(context, devices=context.devices[:size])
         if context.model is None or context.chat is None:
-            raise ConfigError("actor_infer: the sglang backend needs a model. Fix: name a folder, a hub id or a recipe as pretrain")
+            raise ConfigError(
+                "actor_infer: the sglang backend needs a model. Fix: name a folder, a hub id or a recipe as pretrain"
+            )
         if config.base_url is None and context.devices and len(context.devices) != size:
             raise ConfigError(
-                f"actor_infer: one SGLang server of tp_size × pp_size × dp_size = {size} devices was given {len(context.devices)}. "
-                "Fix: dp_size, or a runtime that places several replicas (ray)"
+                f"actor_infer: one SGLang server of tp_size × pp_size × dp_size = {size} devices was given"
+                f" {len(context.devices)}. Fix: dp_size, or a runtime that places several replicas (ray)"
             )
         # Before a run `check` has no folder to look into.
         refuse([*lora.problems(config, context), *images.problems(config, context), *weights.problems(context.model)])
@@ -103,19 +108,24 @@ class SglangBackend:
 
     @staticmethod
     def check(config: SglangConfig, context: InferenceContext) -> list[Problem]:
-        """The interpreter and its SGLang, and `engine_args` by SGLang's own argument class; for an attached server its address."""
+        """The interpreter and its SGLang, and `engine_args` by SGLang's own argument class; for an attached server its
+        address."""
         if config.base_url is None:
             lack = machine_problem(config)
             own = [lack] if lack else [*memory_problems(config, context), *argument_problems(config, context)]
             return [*lora.problems(config, context), *own]
         problems = [*lora.problems(config, context), *images.problems(config, context)]
         if config.engine_args:
-            text = f"{listed(config.engine_args)} cannot be given to a server that is attached to (base_url). Fix: remove them"
+            text = (
+                f"{listed(config.engine_args)} cannot be given to a server that is attached to (base_url). Fix: remove"
+                " them"
+            )
             problems.append(Problem(WHERE, text))
         return [*problems, *endpoint_problems(WHERE, config.base_url, config.api_key_env)]
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one response; sent again, with its seed, to a server that takes the place of a dead one. Raises EngineError."""
+        """Sample one response; sent again, with its seed, to a server that takes the place of a dead one. Raises
+        EngineError."""
         if self._asleep:
             raise EngineError("the backend sleeps. Fix: wake it before sampling")
         payload = body(request, self._limits, self._chat.stop_ids)
@@ -128,11 +138,12 @@ class SglangBackend:
         """SGLang batches what is there at every token; it needs no count."""
 
     async def receive(self, offer: Offer) -> int:
-        """Serve the offered weights: `shared_memory` (turnwise_torch.stream), `process_group` (turnwise_torch.broadcast) or `safetensors`
-        (payload `folder`). Raises EngineError.
+        """Serve the offered weights: `shared_memory` (turnwise_torch.stream), `process_group`
+        (turnwise_torch.broadcast) or `safetensors` (payload `folder`). Raises EngineError.
 
-        Between two tokens: responses in progress are computed again from their ids with the new weights (`retract`) or sampled anew
-        (`abort`). With `context.lora` an offer brings adapters alone. Returns the version that the server reports.
+        Between two tokens: responses in progress are computed again from their ids with the new weights (`retract`) or
+        sampled anew (`abort`). With `context.lora` an offer brings adapters alone. Returns the version that the server
+        reports.
         """
         check_offer(offer, "SGLang", self.transports(self._config, self._context), self._context.lora)
         paused = not self._awake.is_set()
@@ -154,7 +165,8 @@ class SglangBackend:
         return version
 
     async def pause(self) -> None:
-        """Stop sampling; requests are kept, by the server (`retract`) or here (`abort`, and those that come meanwhile). A server that is not
+        """Stop sampling; requests are kept, by the server (`retract`) or here (`abort`, and those that come meanwhile).
+        A server that is not
         up, or that died since, is started: it takes longer than an offer of weights may wait. Raises EngineError."""
         self._awake.clear()
         await self._paused()
@@ -172,7 +184,8 @@ class SglangBackend:
         self._running.abort(request)
 
     async def sleep(self) -> None:
-        """Give the device memory back, with `enable_memory_saver`; a server that died holds none. Raises EngineError on a device without it."""
+        """Give the device memory back, with `enable_memory_saver`; a server that died holds none. Raises EngineError on
+        a device without it."""
         if not self._config.enable_memory_saver and self._context.devices:
             raise EngineError(self._config.capabilities.cannot_sleep)
         self._asleep = {"weights", "cache"}
@@ -186,7 +199,8 @@ class SglangBackend:
         self._asleep -= {what}
 
     async def close(self) -> None:
-        """Stop a server of ours, leave one that was attached to; requests that wait fail with EngineError. May be called twice."""
+        """Stop a server of ours, leave one that was attached to; requests that wait fail with EngineError. May be
+        called twice."""
         self._closed = True
         self._awake.set()
         await self._running.close()
@@ -210,7 +224,9 @@ class SglangBackend:
             rid = uuid.uuid4().hex
             name = {"lora_path": link.adapter} if link.adapter else {}
             try:
-                answer, length = await self._sampled(link, {**continued(payload, before), **name, "rid": rid}, request, before)
+                answer, length = await self._sampled(
+                    link, {**continued(payload, before), **name, "rid": rid}, request, before
+                )
             except Gone as error:
                 broken += 1
                 await self._links.lost(link, error)
@@ -240,16 +256,23 @@ class SglangBackend:
         if self._broken:
             raise EngineError(f"{self._broken}, so nothing may be sampled from it. Fix: send the weights again")
         if self._config.load_format == "dummy" and self._version is None:
-            raise EngineError("load_format: dummy holds random weights until the trainer's arrive. Fix: load_format: auto to play without a trainer")
+            raise EngineError(
+                "load_format: dummy holds random weights until the trainer's arrive. Fix: load_format: auto to play"
+                " without a trainer"
+            )
         link = await self._links.get()
         if link.bare:
-            raise EngineError("SGLang died and was started again; its weights had come by process_group, which keeps no copy. Fix: send them again")
+            raise EngineError(
+                "SGLang died and was started again; its weights had come by process_group, which keeps no copy. Fix:"
+                " send them again"
+            )
         return link
 
     async def _sampled(
         self, link: Link, payload: dict[str, Any], request: Request, before: dict[str, Any] | None
     ) -> tuple[dict[str, Any], int | None]:
-        """The server's last answer, and how many ids of it and of the part `before` a stop string leaves (None: it did not end the response)."""
+        """The server's last answer, and how many ids of it and of the part `before` a stop string leaves (None: it did
+        not end the response)."""
         timeout = self._config.request_timeout
         if not payload["stream"]:
             return await link.api.post("/generate", payload, timeout), None
@@ -264,7 +287,8 @@ class SglangBackend:
         return answer, length
 
     def _broken_off(self, answer: dict[str, Any]) -> None:
-        """An answer that the server gave up: by our pause it is asked for again; for any other reason it is an error."""
+        """An answer that the server gave up: by our pause it is asked for again; for any other reason it is an
+        error."""
         reason = answer["meta_info"]["finish_reason"]
         if self._closed:
             raise EngineError(CLOSED)
@@ -284,7 +308,8 @@ class SglangBackend:
             task.add_done_callback(self._aborts.discard)
 
     async def _paused(self) -> Link:
-        """The server, in which nothing is sampled now; one that turns out to be dead is replaced first. Raises EngineError."""
+        """The server, in which nothing is sampled now; one that turns out to be dead is replaced first. Raises
+        EngineError."""
         for _ in range(TRIES + self._config.restarts):
             link = await self._links.get()
             try:
@@ -296,7 +321,8 @@ class SglangBackend:
         raise EngineError("SGLang broke off a pause again and again. Fix: see its log")
 
     async def _memory(self, *paths: str, **body: Any) -> None:
-        """Calls about the device memory, with `enable_memory_saver`; a server that is not up, or turns out to be dead, has none to give or take."""
+        """Calls about the device memory, with `enable_memory_saver`; a server that is not up, or turns out to be dead,
+        has none to give or take."""
         link = self._links.current
         if not self._config.enable_memory_saver or link is None or link.lost:
             return
@@ -309,7 +335,8 @@ class SglangBackend:
                 raise EngineError(f"SGLang broke off {path} and lives on: {error}. Fix: see its log") from error
 
     async def _update(self, link: Link, offer: Offer) -> Link:
-        """Bring the weights to the server and, where one may have to be replaced, into the copy that it would start from."""
+        """Bring the weights to the server and, where one may have to be replaced, into the copy that it would start
+        from."""
         kept, timeout = self._links.kept, self._context.weight_sync_timeout
         if offer.adapter is not None:
             return await self._adapted(link, offer)
@@ -322,7 +349,10 @@ class SglangBackend:
             names = weights.Names(weights.shapes(self._model))
             for name, shape in weights.shapes(folder).items():
                 if names.check(name, shape) != name:
-                    raise EngineError(f"weight update: SGLang would ignore {name!r} in a file. Fix: shared_memory or process_group, which rename it")
+                    raise EngineError(
+                        f"weight update: SGLang would ignore {name!r} in a file. Fix: shared_memory or process_group,"
+                        " which rename it"
+                    )
             names.complete()
             if kept is not None:
                 # Kept before they are loaded: where loading them kills the server, the next one starts from this copy.

@@ -1,4 +1,5 @@
-"""The options of SGLang under its own names (strategy_config), what is ours beside them, and their arithmetic for `plan`."""
+"""The options of SGLang under its own names (strategy_config), what is ours beside them, and their arithmetic for
+`plan`."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ DEFAULT_FRACTION = 0.85
 RUNTIME_BYTES = 2_000_000_000
 """What the engine holds beside weights and cache: CUDA context, graphs, workspaces (an estimate)."""
 IN_PLACE = (
-    "pause_mode: 'in_place' goes on with the cache of the old weights after an update: the tokens match neither policy. "
-    "Fix: pause_mode: retract (or abort)"
+    "pause_mode: 'in_place' goes on with the cache of the old weights after an update: the tokens match neither policy."
+    " Fix: pause_mode: retract (or abort)"
 )
 
 
@@ -33,10 +34,11 @@ def _no_stale_cache(instance: Any, attribute: Any, value: str) -> None:
 class SglangConfig:
     """SGLang's server arguments by their own names; those without a field here are collected in `engine_args`.
 
-    Ours: `python` (the interpreter that has SGLang; None: this one), `base_url` (a server to attach to instead of starting one) with
-    `api_key_env` (the environment variable that holds its key), `start_timeout`, `stop_timeout`, `request_timeout` (one response) and
-    `control_timeout` (any other call) in seconds, `restarts` (how often a dead server is started again with the weights it had; 0: never,
-    and no copy of the weights is kept), `pause_mode` (what happens to responses in progress at a weight update).
+    Ours: `python` (the interpreter that has SGLang; None: this one), `base_url` (a server to attach to instead of
+    starting one) with `api_key_env` (the environment variable that holds its key), `start_timeout`, `stop_timeout`,
+    `request_timeout` (one response) and `control_timeout` (any other call) in seconds, `restarts` (how often a dead
+    server is started again with the weights it had; 0: never, and no copy of the weights is kept), `pause_mode` (what
+    happens to responses in progress at a weight update).
     """
 
     python: str | None = None
@@ -52,7 +54,9 @@ class SglangConfig:
     tp_size: int = field(default=1, validator=validators.ge(1))
     pp_size: int = field(default=1, validator=validators.ge(1))
     dp_size: int = field(default=1, validator=validators.ge(1))
-    mem_fraction_static: float | None = field(default=None, validator=validators.optional([validators.gt(0), validators.lt(1)]))
+    mem_fraction_static: float | None = field(
+        default=None, validator=validators.optional([validators.gt(0), validators.lt(1)])
+    )
     load_format: str = "auto"
     context_length: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     chunked_prefill_size: int | None = None
@@ -85,14 +89,21 @@ class SglangConfig:
         """How many copies of the model `world` devices hold. Raises ValueError where they cannot be divided so."""
         if world % self.devices_per_engine:
             by_dp = f" × dp_size {self.dp_size}" if self.dp_size > 1 else ""
-            raise ValueError(f"{world} devices are not divisible by tp_size {self.tp_size} × pp_size {self.pp_size}{by_dp}")
+            raise ValueError(
+                f"{world} devices are not divisible by tp_size {self.tp_size} × pp_size {self.pp_size}{by_dp}"
+            )
         return world // (self.tp_size * self.pp_size)
 
     def memory(self, facts: Mapping[str, Any]) -> dict[str, int]:
         """Bytes on one device while sampling: `weights`, `kv_cache` and what the engine needs itself (`activations`).
 
-        `facts`: `parameters` (a count), `dtype`, `device_bytes` (memory of one device). mem_fraction_static holds weights and cache.
+        `facts`: `parameters` (a count), `dtype`, `device_bytes` (memory of one device). mem_fraction_static holds
+        weights and cache.
         """
         weights = int(facts["parameters"]) * BYTES[facts["dtype"]] // (self.tp_size * self.pp_size)
         fraction = DEFAULT_FRACTION if self.mem_fraction_static is None else self.mem_fraction_static
-        return {"weights": weights, "kv_cache": max(0, int(fraction * facts["device_bytes"]) - weights), "activations": RUNTIME_BYTES}
+        return {
+            "weights": weights,
+            "kv_cache": max(0, int(fraction * facts["device_bytes"]) - weights),
+            "activations": RUNTIME_BYTES,
+        }

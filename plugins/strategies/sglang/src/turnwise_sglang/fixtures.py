@@ -1,4 +1,5 @@
-"""What the conformance kit needs to test the backend: a tiny model, one real server for all tests, and log-probs computed the plain way.
+"""What the conformance kit needs to test the backend: a tiny model, one real server for all tests, and log-probs
+computed the plain way.
 
 Needs turnwise-hf for the model and its chat, and an interpreter with SGLang: TURNWISE_SGLANG_PYTHON, or this one.
 """
@@ -51,7 +52,8 @@ def attach(to: Server, **options: Any) -> SglangConfig:
 
 @functools.cache
 def served() -> SglangConfig:
-    """The options for one server for the whole session: that of TURNWISE_SGLANG_URL, else a new one that ends with this process."""
+    """The options for one server for the whole session: that of TURNWISE_SGLANG_URL, else a new one that ends with this
+    process."""
     if URL in os.environ:
         return SglangConfig(base_url=os.environ[URL], api_key_env=KEY)
     config, port = SglangConfig(python=interpreter()), free_port()
@@ -65,14 +67,22 @@ def _reference(folder: Path) -> Any:
 
 
 def reference_logprobs(ids: Sequence[int] | np.ndarray, temperature: float, folder: Path | None = None) -> np.ndarray:
-    """float32 [n] for ids [n]: the log-prob of each id given those before it (0 for the first), by one plain forward pass in fp32."""
+    """float32 [n] for ids [n]: the log-prob of each id given those before it (0 for the first), by one plain forward
+    pass in fp32."""
     return log_probs(_reference(folder or model()), ids, temperature)
 
 
 def backend_fixture() -> dict[str, Any]:
-    """`config` (attached to the session's server), `context`, `reference_logprobs(ids, temperature)` and `offer(version)` of equal weights."""
+    """`config` (attached to the session's server), `context`, `reference_logprobs(ids, temperature)` and
+    `offer(version)` of equal weights."""
 
     def offer(version: int) -> Offer:
         return Offer("safetensors", version, {"folder": str(model())})
 
-    return {"config": served(), "context": context(), "reference_logprobs": reference_logprobs, "offer": offer, "atol": 1e-4}
+    return {
+        "config": served(),
+        "context": context(),
+        "reference_logprobs": reference_logprobs,
+        "offer": offer,
+        "atol": 1e-4,
+    }

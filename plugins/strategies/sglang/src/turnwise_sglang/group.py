@@ -1,4 +1,5 @@
-"""The way of new weights from the trainer straight into a server's processes: they join a process group, and each broadcast is announced to them."""
+"""The way of new weights from the trainer straight into a server's processes: they join a process group, and each
+broadcast is announced to them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from turnwise_torch.broadcast import Call
 
 
 async def from_group(link: Link, offer: Offer, names: Names, timeout: float) -> None:
-    """Let the server receive the offered weights inside an update session; the group is kept for the next. Raises EngineError, Gone."""
+    """Let the server receive the offered weights inside an update session; the group is kept for the next. Raises
+    EngineError, Gone."""
     call = await asyncio.to_thread(Call, offer.payload, timeout, link.ranks, link.group, link.device)
     try:
         await _joined(link, call, timeout)
@@ -22,7 +24,9 @@ async def from_group(link: Link, offer: Offer, names: Names, timeout: float) -> 
         await _received(link, call, names, timeout)
         await link.api.post("/end_weight_update", {}, timeout)
         # Only now: a version of a half-written model would be a lie.
-        await link.api.post("/update_weight_version", {"new_version": str(offer.version), "abort_all_requests": False}, timeout)
+        await link.api.post(
+            "/update_weight_version", {"new_version": str(offer.version), "abort_all_requests": False}, timeout
+        )
     except EngineError:
         # First: the trainer leaves the group, and a server that waits in it goes on.
         await asyncio.to_thread(call.close)
@@ -39,8 +43,15 @@ async def _joined(link: Link, call: Call, timeout: float) -> None:
     if call.new:
         await _left(link)
         group = call.group
-        body = {"master_address": group["host"], "master_port": group["port"], "rank_offset": group["rank"], "world_size": group["size"]}
-        await link.api.post("/init_weights_update_group", {**body, "group_name": group["name"], "backend": group["backend"]}, timeout)
+        body = {
+            "master_address": group["host"],
+            "master_port": group["port"],
+            "rank_offset": group["rank"],
+            "world_size": group["size"],
+        }
+        await link.api.post(
+            "/init_weights_update_group", {**body, "group_name": group["name"], "backend": group["backend"]}, timeout
+        )
         link.group = group["name"]
     await asyncio.to_thread(call.answer)
 
@@ -48,8 +59,14 @@ async def _joined(link: Link, call: Call, timeout: float) -> None:
 async def _received(link: Link, call: Call, names: Names, timeout: float) -> None:
     while (tensors := await asyncio.to_thread(call.tensors)) is not None:
         own = [names.check(name, shape) for name, _, shape in tensors]
-        body = {"names": own, "dtypes": [dtype for _, dtype, _ in tensors], "shapes": [list(shape) for _, _, shape in tensors]}
-        await link.api.post("/update_weights_from_distributed", {**body, "group_name": link.group, "flush_cache": False}, timeout)
+        body = {
+            "names": own,
+            "dtypes": [dtype for _, dtype, _ in tensors],
+            "shapes": [list(shape) for _, _, shape in tensors],
+        }
+        await link.api.post(
+            "/update_weights_from_distributed", {**body, "group_name": link.group, "flush_cache": False}, timeout
+        )
         await asyncio.to_thread(call.answer)
     names.complete()
 

@@ -25,7 +25,12 @@ def problems(config: SglangConfig, context: InferenceContext) -> list[Problem]:
     if config.base_url is None or not sees(context.model):
         return []
     where = "actor_infer.strategy_args.strategy_config.base_url"
-    return [Problem(where, "an attached SGLang server may keep features of images from old weights. Fix: python in place of base_url")]
+    return [
+        Problem(
+            where,
+            "an attached SGLang server may keep features of images from old weights. Fix: python in place of base_url",
+        )
+    ]
 
 
 class Images:
@@ -41,12 +46,16 @@ class Images:
         return Vision(self._folder)
 
     def fields(self, ids: np.ndarray, images: Sequence[np.ndarray]) -> dict[str, Any]:
-        """`input_ids` and `image_data` for ids [n] and images uint8 [H, W, 3]. Raises EngineError: they do not belong together, or the model's
-        images are not understood; EnvironmentFailure: the model itself wrote an image's token."""
+        """`input_ids` and `image_data` for ids [n] and images uint8 [H, W, 3]. Raises EngineError: they do not belong
+        together, or the model's images are not understood; EnvironmentFailure: the model itself wrote an image's
+        token."""
         mask = self._vision.in_prompt(ids, images)
         if (ids[~mask] == self._vision.token).any():
             # One odd response ends its episode, not the run.
-            raise EnvironmentFailure("the prompt holds an image token that the model sampled, which SGLang would take for an image. Fix: hf or vllm")
+            raise EnvironmentFailure(
+                "the prompt holds an image token that the model sampled, which SGLang would take for an image. Fix: hf"
+                " or vllm"
+            )
         # The first token of each image stays: SGLang replaces it by as many as the image has.
         inside = mask & np.concatenate([[False], mask[:-1]])
         return {"input_ids": ids[~inside].tolist(), "image_data": [_png(image) for image in images]}

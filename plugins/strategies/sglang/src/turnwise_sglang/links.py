@@ -1,4 +1,5 @@
-"""The server that a backend talks to now: attached to, or started, and started again with the weights it had when it dies."""
+"""The server that a backend talks to now: attached to, or started, and started again with the weights it had when it
+dies."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ class Links:
         self.kept = weights.Kept() if config.base_url is None and config.restarts else None
 
     async def get(self) -> Link:
-        """A server that answers. Raises EngineError: it could not be started; EngineLost: it died too often, or none could take its place;
-        ConfigError, MachineError."""
+        """A server that answers. Raises EngineError: it could not be started; EngineLost: it died too often, or none
+        could take its place; ConfigError, MachineError."""
         if self._closed:
             raise EngineError(CLOSED)
         if self._failed is not None:
@@ -62,7 +63,9 @@ class Links:
                 except EngineError as error:
                     raise EngineLost(str(error)) from error
             else:
-                self.current = await (self._attached(self._config.base_url) if self._config.base_url else self._started())
+                self.current = await (
+                    self._attached(self._config.base_url) if self._config.base_url else self._started()
+                )
             return self.current
         except EngineError as error:
             if self._config.base_url is None:
@@ -73,11 +76,14 @@ class Links:
             self._opening = None
 
     async def lost(self, link: Link, cause: Gone, phase: str = "sampling") -> None:
-        """A call of `phase` broke off: wait whether the server is gone. Raises EngineError where it cannot be replaced."""
+        """A call of `phase` broke off: wait whether the server is gone. Raises EngineError where it cannot be
+        replaced."""
         if self._closed:
             raise EngineError(CLOSED) from cause
         if link.server is None:
-            raise EngineError(f"the SGLang server at {link.api.url} broke off ({cause}). Fix: see its log, and start it again") from cause
+            raise EngineError(
+                f"the SGLang server at {link.api.url} broke off ({cause}). Fix: see its log, and start it again"
+            ) from cause
         deadline = time.monotonic() + GRACE
         while link.server.alive and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
@@ -86,7 +92,8 @@ class Links:
         link.lost, link.phase = True, phase
 
     async def given_up(self, link: Link, cause: Gone, when: str) -> EngineError:
-        """The error of a call that broke off and is not made again. Raises EngineLost where the server cannot be replaced."""
+        """The error of a call that broke off and is not made again. Raises EngineLost where the server cannot be
+        replaced."""
         await self.lost(link, cause, UPDATE)
         said = link.server.words() if link.server is not None else ""
         if link.lost and not self._left:
@@ -110,7 +117,8 @@ class Links:
             self.kept.close()
 
     async def _replaced(self, link: Link) -> Link:
-        """Another server, with the weights that `link` had; one that dies before it has them counts as one more restart."""
+        """Another server, with the weights that `link` had; one that dies before it has them counts as one more
+        restart."""
         while link.lost:
             assert link.server is not None
             death = f"SGLang died ({link.server.how_it_ended()}), log {link.server.log}: {link.server.tail()}"
@@ -134,19 +142,25 @@ class Links:
         """Bring the last weights or adapter to a new server; it is `lost` if it died meanwhile."""
         try:
             if self.kept is not None and self.kept.folder is not None:
-                await weights.from_folder(link.api, self.kept.folder, self.kept.version, self._context.weight_sync_timeout)
+                await weights.from_folder(
+                    link.api, self.kept.folder, self.kept.version, self._context.weight_sync_timeout
+                )
             if self.adapter is not None:
                 await lora.load(link, self.adapter, self._context.weight_sync_timeout)
         except Gone as error:
             await self.lost(link, error, UPDATE)
             if not link.lost:
-                raise EngineError(f"SGLang was started again, broke off its weights and lives on: {error}. Fix: see its log") from error
+                raise EngineError(
+                    f"SGLang was started again, broke off its weights and lives on: {error}. Fix: see its log"
+                ) from error
         link.bare = self.kept is not None and self.kept.elsewhere
 
     async def _started(self) -> Link:
         config, context = self._config, self._context
         port = free_port()
-        server = Server(interpreter(config), server_arguments(config, context, port), environment(config, context), port)
+        server = Server(
+            interpreter(config), server_arguments(config, context, port), environment(config, context), port
+        )
         api = Api(server.url, config.control_timeout, server.key)
         try:
             await until_healthy(server, api, config.start_timeout, lambda: self._closed)
@@ -169,11 +183,15 @@ class Links:
             await api.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
         except Gone as error:
             await api.close()
-            raise EngineError(f"no SGLang server answers at {url} ({error}). Fix: start it, or correct strategy_config.base_url") from error
+            raise EngineError(
+                f"no SGLang server answers at {url} ({error}). Fix: start it, or correct strategy_config.base_url"
+            ) from error
         except BaseException:
             await api.close()
             raise
-        return Link(api, None, int(facts.get("tp_size") or 1), device="cuda" if facts.get("device") == "cuda" else "cpu")
+        return Link(
+            api, None, int(facts.get("tp_size") or 1), device="cuda" if facts.get("device") == "cuda" else "cpu"
+        )
 
 
 async def _stopped(link: Link, keep_log: bool) -> None:

@@ -1,4 +1,5 @@
-"""Low-rank adapters alone: read from an offer here, in this process, and put into a server as one more adapter that requests then name."""
+"""Low-rank adapters alone: read from an offer here, in this process, and put into a server as one more adapter that
+requests then name."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from turnwise_torch.stream import Bucket
 
 @frozen(eq=False)
 class Adapter:
-    """PEFT's configuration and tensors of one version, which a server that takes the place of a dead one is given again."""
+    """PEFT's configuration and tensors of one version, which a server that takes the place of a dead one is given
+    again."""
 
     version: int
     config: Mapping[str, Any]
@@ -44,20 +46,33 @@ def problems(config: SglangConfig, context: InferenceContext) -> list[Problem]:
     if config.load_format == "dummy":
         found.append(
             Problem(
-                f"{where}.load_format", f"dummy, while adapters alone arrive: the model's weights would stay random. Fix: load_format: auto, {fix}"
+                f"{where}.load_format",
+                "dummy, while adapters alone arrive: the model's weights would stay random. Fix: load_format: auto,"
+                f" {fix}",
             )
         )
     if sees(context.model):
         found.append(
-            Problem("actor_infer", f"adapters alone for a model that takes images are not supported by sglang. Fix: {fix.removeprefix('or ')}")
+            Problem(
+                "actor_infer",
+                "adapters alone for a model that takes images are not supported by sglang. Fix:"
+                f" {fix.removeprefix('or ')}",
+            )
         )
     if config.dp_size > 1:
-        found.append(Problem(f"{where}.dp_size", f"SGLang loads adapters into one copy of the model only. Fix: dp_size: 1, {fix}"))
+        found.append(
+            Problem(
+                f"{where}.dp_size", f"SGLang loads adapters into one copy of the model only. Fix: dp_size: 1, {fix}"
+            )
+        )
     return found
 
 
-def read(offer: Offer, member: Member, dtype: torch.dtype, timeout: float, known: Mapping[str, tuple[int, ...]]) -> Adapter:
-    """The adapter on offer, by any transport, cast to the server's dtype; `known`: the shapes of the model's tensors, by name. Blocks.
+def read(
+    offer: Offer, member: Member, dtype: torch.dtype, timeout: float, known: Mapping[str, tuple[int, ...]]
+) -> Adapter:
+    """The adapter on offer, by any transport, cast to the server's dtype; `known`: the shapes of the model's tensors,
+    by name. Blocks.
 
     Raises EngineError: nothing to read, or tensors that are of no layer of the model.
     """
@@ -80,14 +95,20 @@ def _check(bucket: Bucket, rank: int, known: Mapping[str, tuple[int, ...]]) -> N
         module, _, part = name.removeprefix("base_model.model.").partition(".lora_")
         whole = known.get(f"{module}.weight")
         if whole is None or part not in ("A.weight", "B.weight"):
-            raise EngineError(f"weight update: the trainer offers {name!r}, for which the model's folder holds no weight; SGLang would ignore it")
+            raise EngineError(
+                f"weight update: the trainer offers {name!r}, for which the model's folder holds no weight; SGLang"
+                " would ignore it"
+            )
         shape = (rank, whole[1]) if part == "A.weight" else (whole[0], rank)
         if tuple(tensor.shape) != shape:
-            raise EngineError(f"weight update: {name!r} has shape {tuple(tensor.shape)}, rank {rank} of {module}.weight is {shape}")
+            raise EngineError(
+                f"weight update: {name!r} has shape {tuple(tensor.shape)}, rank {rank} of {module}.weight is {shape}"
+            )
 
 
 async def load(link: Link, adapter: Adapter, timeout: float) -> None:
-    """Put the adapter into a server in which nothing is being sampled; the one before leaves it. Raises EngineError, Gone."""
+    """Put the adapter into a server in which nothing is being sampled; the one before leaves it. Raises EngineError,
+    Gone."""
     # A name of its own: an attached server may hold this version from another run.
     name = f"turnwise-{adapter.version}-{uuid.uuid4().hex[:8]}"
     payload = base64.b64encode(pickle.dumps(adapter.tensors)).decode()
@@ -97,7 +118,9 @@ async def load(link: Link, adapter: Adapter, timeout: float) -> None:
     if previous:
         await link.api.post("/unload_lora_adapter", {"lora_name": previous}, timeout)
     # Last: a version of other weights would be a lie.
-    await link.api.post("/update_weight_version", {"new_version": str(adapter.version), "abort_all_requests": False}, timeout)
+    await link.api.post(
+        "/update_weight_version", {"new_version": str(adapter.version), "abort_all_requests": False}, timeout
+    )
 
 
 async def unload(link: Link) -> None:

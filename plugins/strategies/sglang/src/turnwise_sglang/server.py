@@ -34,7 +34,9 @@ class Server(ServerProcess):
         try:
             self.start([python, str(LAUNCHER), "serve", str(written)], environment)
         except OSError as error:
-            raise MachineError(f"SGLang's interpreter {python!r} cannot be run: {error}. Fix: correct strategy_config.python") from error
+            raise MachineError(
+                f"SGLang's interpreter {python!r} cannot be run: {error}. Fix: correct strategy_config.python"
+            ) from error
 
     def stop(self, patience: float = 0.0, keep_log: bool = False) -> None:
         """As every server; and remove what SGLang leaves in shared memory."""

@@ -1,4 +1,5 @@
-"""The way of new weights into a server: buckets of tensors or a folder, inside one update session; and a copy for a server that dies."""
+"""The way of new weights into a server: buckets of tensors or a folder, inside one update session; and a copy for a
+server that dies."""
 
 from __future__ import annotations
 
@@ -48,14 +49,15 @@ def problems(folder: Path) -> list[Problem]:
     return [
         Problem(
             "pretrain",
-            f"SGLang's {facts['model_type']} does not tie its output head to the embedding, and would leave it empty: every token alike. "
-            "Fix: a model with tie_word_embeddings: false, or another engine",
+            f"SGLang's {facts['model_type']} does not tie its output head to the embedding, and would leave it empty:"
+            " every token alike. Fix: a model with tie_word_embeddings: false, or another engine",
         )
     ]
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor in the safetensors files of `folder`. Raises EngineError for a file that cannot be read."""
+    """Name → shape of every tensor in the safetensors files of `folder`. Raises EngineError for a file that cannot be
+    read."""
     found: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -68,22 +70,31 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 class Names:
-    """The tensors that the model's folder names, ticked off as they are offered: SGLang passes over a name that it does not know in silence."""
+    """The tensors that the model's folder names, ticked off as they are offered: SGLang passes over a name that it does
+    not know in silence."""
 
     def __init__(self, known: dict[str, tuple[int, ...]]) -> None:
         self._known = known
         self._seen: set[str] = set()
 
     def check(self, name: str, shape: tuple[int, ...]) -> str:
-        """The name that the folder has for `name`. Raises EngineError for a name or a shape that the model does not have."""
+        """The name that the folder has for `name`. Raises EngineError for a name or a shape that the model does not
+        have."""
         # A folder without safetensors files names nothing to compare with.
         if not self._known:
             return name
         for now, then in EARLIER.items():
-            if name not in self._known and name.startswith(now) and (earlier := then + name.removeprefix(now)) in self._known:
+            if (
+                name not in self._known
+                and name.startswith(now)
+                and (earlier := then + name.removeprefix(now)) in self._known
+            ):
                 name = earlier
         if name not in self._known and name != TIED:
-            raise EngineError(f"weight update: the trainer offers {name!r}, which the model's folder does not hold; SGLang would ignore it")
+            raise EngineError(
+                f"weight update: the trainer offers {name!r}, which the model's folder does not hold; SGLang would"
+                " ignore it"
+            )
         if name in self._known and shape != self._known[name]:
             raise EngineError(f"weight update: {name!r} has shape {shape}, the model's is {self._known[name]}")
         self._seen.add(name)
@@ -92,11 +103,14 @@ class Names:
     def complete(self) -> None:
         """Raises EngineError if a tensor of the folder was not offered."""
         if missing := sorted(self._known.keys() - self._seen):
-            raise EngineError(f"weight update: {len(missing)} of the model's tensors were not offered, such as {missing[0]!r}")
+            raise EngineError(
+                f"weight update: {len(missing)} of the model's tensors were not offered, such as {missing[0]!r}"
+            )
 
 
 class Kept:
-    """The weights that a server was given last, in a folder of safetensors files, for the server that takes its place."""
+    """The weights that a server was given last, in a folder of safetensors files, for the server that takes its
+    place."""
 
     def __init__(self) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="turnwise-sglang-weights-"))
@@ -151,16 +165,26 @@ class Kept:
 async def from_folder(api: Api, folder: Path, version: int, timeout: float) -> None:
     """Let the server read the weights in `folder`. Raises EngineError, Gone.
 
-    The format is named: a server that began with `load_format: dummy` would otherwise fill its weights with random numbers again.
+    The format is named: a server that began with `load_format: dummy` would otherwise fill its weights with random
+    numbers again.
     """
-    body = {"model_path": str(folder), "load_format": "safetensors", "weight_version": str(version), "flush_cache": True}
+    body = {
+        "model_path": str(folder),
+        "load_format": "safetensors",
+        "weight_version": str(version),
+        "flush_cache": True,
+    }
     await api.post("/update_weights_from_disk", body, timeout)
 
 
-async def from_stream(api: Api, offer: Offer, names: Names, dtype: torch.dtype, ranks: int, kept: Kept | None, timeout: float) -> bool:
-    """Post the trainer's buckets one by one inside an update session. Returns False if the server died meanwhile and only `kept` has them.
+async def from_stream(
+    api: Api, offer: Offer, names: Names, dtype: torch.dtype, ranks: int, kept: Kept | None, timeout: float
+) -> bool:
+    """Post the trainer's buckets one by one inside an update session. Returns False if the server died meanwhile and
+    only `kept` has them.
 
-    `ranks`: SGLang wants a payload for each of its tensor parallel ranks. Raises EngineError; Gone where nothing is kept.
+    `ranks`: SGLang wants a payload for each of its tensor parallel ranks. Raises EngineError; Gone where nothing is
+    kept.
     """
     buckets = receive(offer.payload, timeout)
     try:
@@ -201,17 +225,23 @@ async def _survives(call: Awaitable[Any], kept: Kept | None) -> bool:
     return True
 
 
-def _next(buckets: Iterator[list[tuple[str, Tensor]]], dtype: torch.dtype, names: Names) -> list[tuple[str, Tensor]] | None:
-    """The next bucket as copies in the server's dtype (the offered tensors are views of memory that the sender writes again)."""
+def _next(
+    buckets: Iterator[list[tuple[str, Tensor]]], dtype: torch.dtype, names: Names
+) -> list[tuple[str, Tensor]] | None:
+    """The next bucket as copies in the server's dtype (the offered tensors are views of memory that the sender writes
+    again)."""
     bucket = next(buckets, None)
     if bucket is None:
         return None
     named = [(names.check(name, tuple(tensor.shape)), tensor) for name, tensor in bucket]
-    return [(name, tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()) for name, tensor in named]
+    return [
+        (name, tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()) for name, tensor in named
+    ]
 
 
 def _encoded(bucket: list[tuple[str, Tensor]], ranks: int) -> bytes:
-    """The JSON of /update_weights_from_tensor. Tensors are pickled by value: handles to shared memory work only between relatives."""
+    """The JSON of /update_weights_from_tensor. Tensors are pickled by value: handles to shared memory work only between
+    relatives."""
     payload = base64.b64encode(pickle.dumps(bucket)).decode()
     body: dict[str, Any] = {"serialized_named_tensors": [payload] * ranks, "flush_cache": False}
     return json.dumps(body).encode()

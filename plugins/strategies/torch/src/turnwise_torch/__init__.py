@@ -1,4 +1,5 @@
-"""Hooks of turnwise-torch: training with PyTorch on one device or, by FSDP2, on several; and what torch strategies share."""
+"""Hooks of turnwise-torch: training with PyTorch on one device or, by FSDP2, on several; and what torch strategies
+share."""
 
 from turnwise import Implementation, hookimpl
 

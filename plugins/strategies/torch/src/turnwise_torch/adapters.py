@@ -17,9 +17,11 @@ from turnwise_torch.stream import Bucket, receive
 
 
 def adapter_buckets(offer: Offer, member: Member, timeout: float) -> Generator[Bucket, None, None]:
-    """The tensors of an offer of adapters alone, by whatever transport they come, each valid until the next bucket; blocks.
+    """The tensors of an offer of adapters alone, by whatever transport they come, each valid until the next bucket;
+    blocks.
 
-    Closed early, the trainer stops sending. Raises EngineError: nothing to read, or the trainer is gone or silent for `timeout` seconds.
+    Closed early, the trainer stops sending. Raises EngineError: nothing to read, or the trainer is gone or silent for
+    `timeout` seconds.
     """
     if offer.transport == "shared_memory":
         yield from receive(offer.payload, timeout)

@@ -1,4 +1,5 @@
-"""What every strategy on a Hugging Face model shares: log-probs, values, an update from its micro-batches to its step, offers, exports."""
+"""What every strategy on a Hugging Face model shares: log-probs, values, an update from its micro-batches to its step,
+offers, exports."""
 
 from __future__ import annotations
 
@@ -32,10 +33,11 @@ from turnwise_torch.sending import Sending
 
 
 class ModelStrategy:
-    """One process of a training role. A subclass builds `model` and `runner` in its constructor and fills the hooks below.
+    """One process of a training role. A subclass builds `model` and `runner` in its constructor and fills the hooks
+    below.
 
-    `group` is the process group of the role. All ranks go through the same number of micro-batches, whose collectives must meet: a rank
-    with fewer adds micro-batches of coefficient zero.
+    `group` is the process group of the role. All ranks go through the same number of micro-batches, whose collectives
+    must meet: a rank with fewer adds micro-batches of coefficient zero.
     """
 
     savings = Savings(
@@ -50,7 +52,9 @@ class ModelStrategy:
     def __init__(self, context: TrainContext, device: torch.device) -> None:
         self.context, self.device = context, device
         self.group = ProcessGroup(context.ranks, device, context.runtime_timeout)
-        self.loss = build_loss(context.objective) if context.trainable and context.head == "lm" and context.objective else None
+        self.loss = (
+            build_loss(context.objective) if context.trainable and context.head == "lm" and context.objective else None
+        )
         self.feed = Feed(context, device)
         self.sending = Sending(context, device, self)
         self._updates = 0
@@ -63,8 +67,8 @@ class ModelStrategy:
     # ---------------------------------------------------------------- what a subclass fills in
 
     def _optimize(self, lr: float) -> float:
-        """The norm of the gradient over all ranks, which is scaled down to `max_grad_norm` (0: never) and used for one step at this rate. With a
-        norm that is not finite no rank makes a step."""
+        """The norm of the gradient over all ranks, which is scaled down to `max_grad_norm` (0: never) and used for one
+        step at this rate. With a norm that is not finite no rank makes a step."""
         raise NotImplementedError
 
     def _clear(self) -> None:
@@ -84,10 +88,12 @@ class ModelStrategy:
         return models.vocabulary(self.model)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors in the compute dtype as checkpoints have them (experts one by one), adapters added, tied ones under every name; all
-        ranks iterate, rank 0's tensors count."""
+        """Whole tensors in the compute dtype as checkpoints have them (experts one by one), adapters added, tied ones
+        under every name; all ranks iterate, rank 0's tensors count."""
         backbone = self.model.backbone if isinstance(self.model, models.ValueModel) else self.model
-        yield from to_checkpoint(backbone, lora.whole_tensors(backbone, self._whole, models.torch_dtype(self.context.dtype)))
+        yield from to_checkpoint(
+            backbone, lora.whole_tensors(backbone, self._whole, models.torch_dtype(self.context.dtype))
+        )
 
     def adapter_config(self) -> dict[str, Any]:
         """PEFT's configuration of the adapters."""
@@ -124,8 +130,8 @@ class ModelStrategy:
 
     @names_out_of_memory("the update", "update")
     def update(self, update: Update) -> UpdateResult:
-        """One optimizer step on Σ coef·loss; without a token of non-zero coef on any rank, none, and none where the loss or the gradient is not
-        finite on one of them. Raises TrainerError."""
+        """One optimizer step on Σ coef·loss; without a token of non-zero coef on any rank, none, and none where the
+        loss or the gradient is not finite on one of them. Raises TrainerError."""
         if not self.context.trainable:
             raise TrainerError(f"{self.context.role} is not trainable: it was built without an optimizer")
         self._updates += 1
@@ -142,14 +148,19 @@ class ModelStrategy:
             # What a failed update has summed would be added to the next one's gradient.
             self._clear()
         skipped = not math.isfinite(norm)
-        return UpdateResult(loss=loss, grad_norm=norm, sums={**({} if skipped else sums), **gpu_memory(self.device)}, skipped=skipped)
+        return UpdateResult(
+            loss=loss, grad_norm=norm, sums={**({} if skipped else sums), **gpu_memory(self.device)}, skipped=skipped
+        )
 
     @names_out_of_memory("the offer of weights", "send")
     def offer(self, transport: str, version: int, receivers: int = 1) -> Offer:
-        """`shared_memory`, `process_group`: the payload of a sender of turnwise_torch.stream or .broadcast, served by `send`; `safetensors`:
+        """`shared_memory`, `process_group`: the payload of a sender of turnwise_torch.stream or .broadcast, served by
+        `send`; `safetensors`:
         {"folder"} in Hugging Face layout (of adapters alone in PEFT's), valid until the next offer."""
         if transport not in (known := self.transports(self.config, self.context)):
-            raise TrainerError(f"{self.context.role} has no transport {transport!r}. It has: {', '.join(known) or 'none'}")
+            raise TrainerError(
+                f"{self.context.role} has no transport {transport!r}. It has: {', '.join(known) or 'none'}"
+            )
         return self.sending.offer(transport, version, receivers)
 
     @names_out_of_memory("the sending of weights", "send")
@@ -159,12 +170,16 @@ class ModelStrategy:
 
     @names_out_of_memory("the export", "hold")
     def export(self, folder: Path) -> None:
-        """Weights in the compute dtype with config and tokenizer, in Hugging Face layout, written by rank 0. Raises CheckpointError.
+        """Weights in the compute dtype with config and tokenizer, in Hugging Face layout, written by rank 0. Raises
+        CheckpointError.
 
-        Adapters are added to the weights, and also written as they are, by PEFT's names, to the folder `adapter` in it."""
+        Adapters are added to the weights, and also written as they are, by PEFT's names, to the folder `adapter` in
+        it."""
         # Each of these gathers over the ranks: all go through them before rank 0 writes by itself.
         value = self.model.value_head.named_parameters() if isinstance(self.model, models.ValueModel) else ()
-        head = {name: self._whole(p).detach().to(models.torch_dtype(self.context.dtype)).contiguous() for name, p in value}
+        head = {
+            name: self._whole(p).detach().to(models.torch_dtype(self.context.dtype)).contiguous() for name, p in value
+        }
         adapters = dict(self.adapter_weights())
         weights = self.weights()
         try:
@@ -193,14 +208,23 @@ class ModelStrategy:
             values = self._values(batch)
             return value_objective(values, column_tensors(columns, batch.responses, values), objective.value_clip)
         assert self.loss is not None
-        log_probs, entropy = self._log_probs(batch, entropy=objective.entropy or update.entropy_coef != 0, entropy_gradient=update.entropy_coef != 0)
+        log_probs, entropy = self._log_probs(
+            batch, entropy=objective.entropy or update.entropy_coef != 0, entropy_gradient=update.entropy_coef != 0
+        )
         tensors = column_tensors(columns, batch.responses, log_probs)
         return policy_objective(log_probs, entropy, tensors, self.loss, objective, update.entropy_coef, update.kl_coef)
 
-    def _log_probs(self, batch: MicroBatch, entropy: bool = False, entropy_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
+    def _log_probs(
+        self, batch: MicroBatch, entropy: bool = False, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Log-probs [r] of a micro-batch's targets and, if asked for, entropies [r]."""
         return token_log_probs(
-            self.model, batch, self.context.temperature, chunk=self.logits_chunk, entropy=entropy, entropy_gradient=entropy_gradient
+            self.model,
+            batch,
+            self.context.temperature,
+            chunk=self.logits_chunk,
+            entropy=entropy,
+            entropy_gradient=entropy_gradient,
         )
 
     def _values(self, batch: MicroBatch) -> Tensor:

@@ -1,43 +1,43 @@
-"""Weights from a trainer straight to samplers' processes: broadcasts in a torch.distributed group of their own, gloo on CPUs and NCCL on GPUs.
+"""Weights from a trainer straight to samplers' processes: broadcasts in a torch.distributed group of their own, gloo on
+CPUs and NCCL on GPUs.
 
-The sender listens on a TCP port. Every receiver connects, says how many processes it stands for and which group they are in already, and is
-given the group of this update. For each bucket the sender writes names, dtypes and shapes as one line of JSON, then broadcasts its tensors one by
-one, and goes on when all receivers have answered. The group is kept from update to update; where other processes come, or an update failed, a new
-one is made. The default process group of neither side is touched.
+The sender listens on a TCP port. Every receiver connects, says how many processes it stands for and which group they
+are in already, and is given the group of this update. For each bucket the sender writes names, dtypes and shapes as one
+line of JSON, then broadcasts its tensors one by one, and goes on when all receivers have answered. The group is kept
+from update to update; where other processes come, or an update failed, a new one is made. The default process group of
+neither side is touched.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from turnwise.errors import EngineError, TrainerError
+from turnwise_torch.grouping import abort, bound, broadcast_within, group_of, meeting, watched
 from turnwise_torch.guard import is_out_of_memory
 from turnwise_torch.stream import Bucket, Lines
 
-T = TypeVar("T")
 _GREETING = 10.0
 """Seconds in which whoever connects has to say who it is; another may wait behind it."""
 # Seconds between two looks at whether a partner hung up while a collective waits.
-_LOOK = 0.05
 
 
 class Hub:
     """The trainer's end: its address, a store where processes meet, and the group of the last update."""
 
     def __init__(self, address: str, device: torch.device, timeout: float) -> None:
-        """`address`: "host:port" of the role's processes; its host is where receivers find this one. Without it: this host alone."""
+        """`address`: "host:port" of the role's processes; its host is where receivers find this one. Without it: this
+        host alone."""
         self.host = address.rpartition(":")[0].strip("[]") or "127.0.0.1"
         self.device, self.timeout = device, timeout
         self._name, self._backend = "", "gloo"
@@ -55,10 +55,15 @@ class Hub:
         return Broadcast(self, receivers)
 
     def assign(self, greetings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The answer to each receiver: the group that all of them are in, else a new one with this process as rank 0."""
+        """The answer to each receiver: the group that all of them are in, else a new one with this process as rank
+        0."""
         size = 1 + sum(greeting["ranks"] for greeting in greetings)
         # A receiver that was started anew holds no group, and a group's size is fixed: one stranger needs a new one.
-        kept = self._group is not None and self._size == size and all(greeting["holds"] == self._name for greeting in greetings)
+        kept = (
+            self._group is not None
+            and self._size == size
+            and all(greeting["holds"] == self._name for greeting in greetings)
+        )
         if not kept:
             self.drop()
             # NCCL needs a GPU at every end; a sampler on CPUs beside a trainer on a GPU still meets it over gloo.
@@ -74,7 +79,7 @@ class Hub:
     def _facts(self, rank: int) -> dict[str, Any]:
         if self._store is None:
             # Bound here and handed over: by itself the store would listen on every interface, not on this host's alone.
-            listener = _listener(self.host)
+            listener = bound(self.host)
             self._port = listener.getsockname()[1]
             self._store = dist.TCPStore(
                 self.host,
@@ -84,24 +89,33 @@ class Hub:
                 timeout=timedelta(seconds=self.timeout),
                 master_listen_fd=listener.detach(),
             )
-        return {"name": self._name, "host": self.host, "port": self._port, "rank": rank, "size": self._size, "backend": self._backend}
+        return {
+            "name": self._name,
+            "host": self.host,
+            "port": self._port,
+            "rank": rank,
+            "size": self._size,
+            "backend": self._backend,
+        }
 
     def join(self, lines: Sequence[Lines]) -> None:
         """Meet the receivers in the new group, if there is one."""
         if self._group is None:
             facts, store = self._facts(0), self._store
-            self._group = _watched(lambda: _group(facts, store, self.host, self.timeout), lines, self.timeout)
+            self._group = watched(lambda: group_of(facts, store, self.host, self.timeout), lines, self.timeout)
 
     def broadcast(self, tensors: Sequence[Tensor], lines: Sequence[Lines]) -> None:
         """Send tensors to all."""
         # Broadcasts want contiguous memory, and gloo wants it on the CPU.
         device = self.device if self._backend == "nccl" else torch.device("cpu")
-        _broadcast(self._group, [tensor.detach().to(device).contiguous() for tensor in tensors], device, lines, self.timeout)
+        broadcast_within(
+            self._group, [tensor.detach().to(device).contiguous() for tensor in tensors], device, lines, self.timeout
+        )
 
     def drop(self) -> None:
         """Leave the group: the next update makes another."""
         group, self._group = self._group, None
-        _abort(group)
+        abort(group)
 
     def close(self) -> None:
         """Leave the group and end the store; may be called twice."""
@@ -110,16 +124,18 @@ class Hub:
 
 
 class Broadcast:
-    """The sender of one update, as turnwise_torch.stream.Sender: `payload` goes into the offer, `send` serves `receivers` readers."""
+    """The sender of one update, as turnwise_torch.stream.Sender: `payload` goes into the offer, `send` serves
+    `receivers` readers."""
 
     def __init__(self, hub: Hub, receivers: int) -> None:
         self._hub, self._receivers = hub, receivers
-        self._listener = _listener(hub.host)
+        self._listener = bound(hub.host)
         self._token = secrets.token_hex(16)
         self.payload: dict[str, Any] = {"host": hub.host, "port": self._listener.getsockname()[1], "token": self._token}
 
     def send(self, buckets: Iterable[Bucket]) -> None:
-        """Send all buckets to all receivers, then close. Raises TrainerError: one did not come, join, answer or go on reading in time."""
+        """Send all buckets to all receivers, then close. Raises TrainerError: one did not come, join, answer or go on
+        reading in time."""
         lines: list[Lines] = []
         try:
             with self._as_trainer_error(lines):
@@ -179,24 +195,36 @@ class Broadcast:
             if is_out_of_memory(error):
                 raise
             late = isinstance(error, TimeoutError) or "timeout" in str(error).lower()
-            what = f"did not join or read the weights within weight_sync_timeout = {self._hub.timeout:g} s" if late else "stopped reading the weights"
+            what = (
+                f"did not join or read the weights within weight_sync_timeout = {self._hub.timeout:g} s"
+                if late
+                else "stopped reading the weights"
+            )
             reason = "" if late else f" ({_short(error)})"
-            raise TrainerError(f"weight update: {len(lines)} of {self._receivers} backends came, and one {what}{reason}") from error
+            raise TrainerError(
+                f"weight update: {len(lines)} of {self._receivers} backends came, and one {what}{reason}"
+            ) from error
 
 
 class Call:
-    """A receiver's line to the trainer that offers weights. Raises EngineError throughout: the trainer is gone, or silent for `timeout` seconds.
+    """A receiver's line to the trainer that offers weights. Raises EngineError throughout: the trainer is gone, or
+    silent for `timeout` seconds.
 
-    `ranks`: how many processes of the group this receiver stands for, `holds`: the name of the group that they are in, `device`: cpu or cuda.
-    `group` is what they have to join where `new`, else what they are in: name, host, port, rank (the first of `ranks`), size, backend.
+    `ranks`: how many processes of the group this receiver stands for, `holds`: the name of the group that they are in,
+    `device`: cpu or cuda. `group` is what they have to join where `new`, else what they are in: name, host, port, rank
+    (the first of `ranks`), size, backend.
     """
 
-    def __init__(self, payload: Mapping[str, Any], timeout: float, ranks: int = 1, holds: str = "", device: str = "cpu") -> None:
+    def __init__(
+        self, payload: Mapping[str, Any], timeout: float, ranks: int = 1, holds: str = "", device: str = "cpu"
+    ) -> None:
         try:
             connection = socket.create_connection((payload["host"], payload["port"]), timeout)
         except OSError as error:
             where = f"{payload['host']}:{payload['port']}"
-            raise EngineError(f"weight update: the trainer's offer at {where} is gone, or cannot be reached from here ({error})") from error
+            raise EngineError(
+                f"weight update: the trainer's offer at {where} is gone, or cannot be reached from here ({error})"
+            ) from error
         self.address = str(connection.getsockname()[0])
         self.line = Lines(connection, timeout)
         try:
@@ -236,9 +264,11 @@ class Member:
         self._group: Any = None
 
     def receive(self, payload: Mapping[str, Any], timeout: float) -> Generator[Bucket, None, None]:
-        """The sender's buckets, one after the other; tensors on the device by NCCL, on the CPU by gloo, and the receiver's own.
+        """The sender's buckets, one after the other; tensors on the device by NCCL, on the CPU by gloo, and the
+        receiver's own.
 
-        Raises EngineError: the trainer is gone, or was silent for `timeout` seconds. Ending the iteration early ends the sender's work too.
+        Raises EngineError: the trainer is gone, or was silent for `timeout` seconds. Ending the iteration early ends
+        the sender's work too.
         """
         call = Call(payload, timeout, 1, self._name, self._device.type)
         whole = False
@@ -248,13 +278,18 @@ class Member:
             with _as_engine_error():
                 if call.new:
                     self.leave()
-                    self._group = _watched(lambda: _group(facts, _meeting(facts, timeout), call.address, timeout), lines, timeout)
+                    self._group = watched(
+                        lambda: group_of(facts, meeting(facts, timeout), call.address, timeout), lines, timeout
+                    )
                     self._name = facts["name"]
             call.answer()
             while (described := call.tensors()) is not None:
-                bucket = [(name, torch.empty(shape, dtype=getattr(torch, dtype), device=device)) for name, dtype, shape in described]
+                bucket = [
+                    (name, torch.empty(shape, dtype=getattr(torch, dtype), device=device))
+                    for name, dtype, shape in described
+                ]
                 with _as_engine_error():
-                    _broadcast(self._group, [tensor for _, tensor in bucket], device, lines, timeout)
+                    broadcast_within(self._group, [tensor for _, tensor in bucket], device, lines, timeout)
                 yield bucket
                 call.answer()
             whole = True
@@ -266,7 +301,7 @@ class Member:
     def leave(self) -> None:
         """Leave the group; may be called twice."""
         group, self._group, self._name = self._group, None, ""
-        _abort(group)
+        abort(group)
 
 
 @contextlib.contextmanager
@@ -274,7 +309,10 @@ def _as_engine_error() -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, RuntimeError) as error:
-        raise EngineError(f"weight update: the trainer stopped sending, or was silent for too long (weight_sync_timeout): {_short(error)}") from error
+        raise EngineError(
+            "weight update: the trainer stopped sending, or was silent for too long (weight_sync_timeout):"
+            f" {_short(error)}"
+        ) from error
 
 
 def _greeting(line: Lines, token: str) -> Mapping[str, Any] | None:
@@ -294,78 +332,6 @@ def _write(lines: Sequence[Lines], message: Mapping[str, Any]) -> None:
         line.write(message)
     for line in lines:
         line.read()
-
-
-def _listener(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=128)
-
-
-def _meeting(facts: Mapping[str, Any], timeout: float) -> Any:
-    return dist.TCPStore(facts["host"], facts["port"], is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-
-
-def _group(facts: Mapping[str, Any], store: Any, address: str, timeout: float) -> Any:
-    """The group as one of its ranks, from `address`. Its prefixes in the store are those of torch.distributed.new_group-like helpers, which
-    engines use that join by host, port and name (torch.distributed.distributed_c10d._new_process_group_helper)."""
-    kind = "cpu" if facts["backend"] == "gloo" else "cuda"
-    place = dist.PrefixStore(f"{kind}/", dist.PrefixStore(f"{facts['name']}/", dist.PrefixStore(facts["name"], store)))
-    if facts["backend"] == "gloo":
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        # Private in torch, and the only way to bind gloo to the address by which the partners know this process.
-        options._timeout = timedelta(seconds=timeout)
-        return dist.ProcessGroupGloo(place, facts["rank"], facts["size"], options)
-    options = dist.ProcessGroupNCCL.Options()
-    # Later than our own limit: torch's watchdog would end the process.
-    options._timeout = timedelta(seconds=2 * timeout + 60)
-    return dist.ProcessGroupNCCL(place, facts["rank"], facts["size"], options)
-
-
-def _broadcast(group: Any, tensors: Sequence[Tensor], device: torch.device, lines: Sequence[Lines], timeout: float) -> None:
-    """From rank 0 to all, to the end."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-    # Device and stream are a thread's own: what was computed here has to be complete before another thread sends.
-    def work() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        for pending in [group.broadcast([tensor], options) for tensor in tensors]:
-            pending.wait()
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-
-    _watched(work, lines, timeout)
-
-
-def _watched(work: Callable[[], T], lines: Sequence[Lines], timeout: float) -> T:
-    """`work` in a thread: its partners may never come, and what it waits in cannot be interrupted. Raises TimeoutError; EOFError as soon as a
-    partner hangs up; what `work` raises. After the first two the thread ends with its group."""
-    done: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="turnwise-broadcast", daemon=True).start()
-    end = time.monotonic() + timeout
-    while not concurrent.futures.wait([done], _LOOK).done:
-        if any(line.gone for line in lines):
-            raise EOFError("it hung up")
-        if time.monotonic() > end:
-            raise TimeoutError(f"no answer within {timeout:g} s")
-    return done.result()
-
-
-def _abort(group: Any) -> None:
-    """Leave without waiting for the others, who may be gone."""
-    if group is not None:
-        group.abort()
 
 
 def _short(error: BaseException) -> str:

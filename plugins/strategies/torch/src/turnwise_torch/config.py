@@ -37,9 +37,11 @@ def _not_negative(instance: Any, attribute: Attribute[Any], value: int) -> None:
 
 @frozen
 class FsdpConfig:
-    """How FSDP2 shards a model of several devices. `cpu_offload`: parameters, gradients and the optimizer live in main memory.
-    `reshard_after_forward`: a layer is gathered again in the backward pass instead of staying whole. `reduce_every_microbatch`: gradients are
-    summed over the devices after every micro-batch instead of once an update; slower, and no device holds the whole model's gradient."""
+    """How FSDP2 shards a model of several devices. `cpu_offload`: parameters, gradients and the optimizer live in main
+    memory.
+    `reshard_after_forward`: a layer is gathered again in the backward pass instead of staying whole.
+    `reduce_every_microbatch`: gradients are summed over the devices after every micro-batch instead of once an update;
+    slower, and no device holds the whole model's gradient."""
 
     cpu_offload: bool = False
     reshard_after_forward: bool = True
@@ -48,8 +50,8 @@ class FsdpConfig:
 
 @frozen
 class TorchConfig:
-    """AdamW's `betas` and `eps`; `logits_chunk`: tokens whose logits exist at a time (0: as many as hold 2²⁶ logits); `fsdp`: of several
-    devices."""
+    """AdamW's `betas` and `eps`; `logits_chunk`: tokens whose logits exist at a time (0: as many as hold 2²⁶ logits);
+    `fsdp`: of several devices."""
 
     betas: tuple[float, ...] = adam_betas()
     eps: float = field(default=1e-8, validator=_positive)
@@ -66,12 +68,13 @@ class TorchConfig:
         return world
 
     def memory(self, facts: Mapping[str, Any]) -> dict[str, int]:
-        """Bytes on one device of weights, gradients and optimizer state; `cpu`: what is offloaded from it (activations left out).
+        """Bytes on one device of weights, gradients and optimizer state; `cpu`: what is offloaded from it (activations
+        left out).
 
-        `facts`: `parameters` (a count), `dtype` (bf16 | fp16 | fp32), `trainable` (default true), `world` (devices, default 1). One device
-        keeps, for a 16-bit model, fp32 master weights and fp32 accumulated gradients beside its own. Several shard fp32 weights and moments
-        (a frozen model: the compute dtype); what is gathered counts only where it stays, the fp32 gradient is whole where it is summed once
-        an update.
+        `facts`: `parameters` (a count), `dtype` (bf16 | fp16 | fp32), `trainable` (default true), `world` (devices,
+        default 1). One device keeps, for a 16-bit model, fp32 master weights and fp32 accumulated gradients beside its
+        own. Several shard fp32 weights and moments (a frozen model: the compute dtype); what is gathered counts only
+        where it stays, the fp32 gradient is whole where it is summed once an update.
         """
         count, width, world = int(facts["parameters"]), BYTES[facts["dtype"]], int(facts.get("world", 1))
         trainable = facts.get("trainable", True)

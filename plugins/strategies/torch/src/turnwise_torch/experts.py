@@ -1,4 +1,5 @@
-"""A model's tensors as its checkpoints have them: transformers fuses a layer's experts on loading, files and engines have them one by one."""
+"""A model's tensors as its checkpoints have them: transformers fuses a layer's experts on loading, files and engines
+have them one by one."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ from turnwise_torch.stream import Bucket, units
 
 
 def to_checkpoint(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """`named` tensors of `model`'s state dict, a decoder layer's together, as transformers' save_pretrained writes them, to the bit.
+    """`named` tensors of `model`'s state dict, a decoder layer's together, as transformers' save_pretrained writes
+    them, to the bit.
 
-    Those of a model that transformers loads as its files are (names aside) pass as they come; of others no more than one layer is held.
+    Those of a model that transformers loads as its files are (names aside) pass as they come; of others no more than
+    one layer is held.
     """
     rules = _rules(model)
     if not rules:
@@ -39,8 +42,8 @@ def to_checkpoint(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iter
 
 
 class CheckpointForm:
-    """What a checkpoint of `model` holds, and the way from there into the model. Raises EngineError for a model of which transformers cannot
-    say it."""
+    """What a checkpoint of `model` holds, and the way from there into the model. Raises EngineError for a model of
+    which transformers cannot say it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._rules = model, _rules(model)
@@ -60,13 +63,16 @@ class CheckpointForm:
             for name, tensor in self._made({part: stored[part] for part in parts}):
                 self.needs[name], shapes[name] = sorted(parts, key=dot_natural_key), tensor.shape
         if shapes != {name: tensor.shape for name, tensor in own.items()}:
-            raise EngineError(f"transformers cannot turn the weights of {type(model).__name__} back into those of its checkpoints")
+            raise EngineError(
+                f"transformers cannot turn the weights of {type(model).__name__} back into those of its checkpoints"
+            )
         self.shapes: dict[str, torch.Size] = {name: tensor.shape for name, tensor in own.items()}
         """Of every name that may come: a checkpoint's, and the state dict's own."""
         self.shapes |= {name: tensor.shape for name, tensor in stored.items()}
 
     def own(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the state dict that a bucket makes up; a name of the state dict itself stands for the whole. The names are known.
+        """The tensors of the state dict that a bucket makes up; a name of the state dict itself stands for the whole.
+        The names are known.
 
         Raises EngineError: a part of a fused tensor comes without the rest.
         """
@@ -98,13 +104,17 @@ class CheckpointForm:
 
 
 def _rules(model: nn.Module) -> list[Any]:
-    """What transformers does to a checkpoint of the model on loading; nothing if it but renames tensors: engines know those names too."""
+    """What transformers does to a checkpoint of the model on loading; nothing if it but renames tensors: engines know
+    those names too."""
     named: Any = model
-    rules = [rule for rule in get_model_conversion_mapping(named, add_legacy=False) if not isinstance(rule, PrefixChange)]
+    rules = [
+        rule for rule in get_model_conversion_mapping(named, add_legacy=False) if not isinstance(rule, PrefixChange)
+    ]
     return rules if any(isinstance(rule, WeightConverter) for rule in rules) else []
 
 
 def _reverted(model: nn.Module, rules: list[Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    # The rules of the architecture in place of those that loading left in the model: a folder of fused tensors leaves none.
+    # The rules of the architecture in place of those that loading left in the model: a folder of fused tensors leaves
+    # none.
     stand_in: Any = SimpleNamespace(_weight_conversions=deepcopy(rules), config=model.config)
     return revert_weight_conversion(stand_in, tensors)

@@ -28,11 +28,12 @@ def write_model(
     head: dict[str, Tensor] | None = None,
     adapters: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write `weights` in the model's dtype, its config, and what else the folder `source` holds (tokenizer, templates) to `folder`.
+    """Write `weights` in the model's dtype, its config, and what else the folder `source` holds (tokenizer, templates)
+    to `folder`.
 
-    Of tensors that share memory in `model` only the first name is written, as transformers does. A value head goes into a file of its
-    own (`head`: its whole tensors, where the model holds parts of them), adapters, already added to the weights, into a folder of their own
-    beside them. Raises CheckpointError.
+    Of tensors that share memory in `model` only the first name is written, as transformers does. A value head goes into
+    a file of its own (`head`: its whole tensors, where the model holds parts of them), adapters, already added to the
+    weights, into a folder of their own beside them. Raises CheckpointError.
     """
     whole: Any = model.backbone if isinstance(model, models.ValueModel) else model
     try:
@@ -61,7 +62,9 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], size: int
     """One `model.safetensors`, or several files of about `size` bytes with their index."""
     files: dict[str, list[str]] = {}
     total = 0
-    held = ((name, tensor.detach().cpu()) for name, tensor in weights)  # a file's worth of gathered tensors would fill the device
+    held = (
+        (name, tensor.detach().cpu()) for name, tensor in weights
+    )  # a file's worth of gathered tensors would fill the device
     for number, bucket in enumerate(buckets(held, size), 1):
         file = f"model-{number:05d}.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in bucket}, folder / file, {"format": "pt"})
@@ -70,7 +73,10 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], size: int
     if len(files) == 1:
         (folder / next(iter(files))).rename(folder / "model.safetensors")
         return
-    index = {"metadata": {"total_size": total}, "weight_map": {name: file for file, names in files.items() for name in names}}
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: file for file, names in files.items() for name in names},
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 

@@ -27,16 +27,22 @@ class Feed:
         self.context, self.device = context, device
         self.vision = Vision(context.model) if has_vision(context.model) else None
         if self.vision is not None and context.use_sequence_packing:
-            raise ConfigError(f"{context.role}.use_sequence_packing: a vision-language model is not packed. Fix: use_sequence_packing: false")
+            raise ConfigError(
+                f"{context.role}.use_sequence_packing: a vision-language model is not packed. Fix:"
+                " use_sequence_packing: false"
+            )
 
     def check(self, rows: Rows, vocabulary: int) -> None:
-        """Raises TrainerError: images for a model of text, or ids outside the vocabulary, which on a GPU end the process without a word."""
+        """Raises TrainerError: images for a model of text, or ids outside the vocabulary, which on a GPU end the
+        process without a word."""
         if rows.images and self.vision is None:
             raise TrainerError(f"{self.context.role} received images, its model takes text alone")
         ids = rows.input_ids
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
             worst = int(ids.max()) if ids.max() >= vocabulary else int(ids.min())
-            raise TrainerError(f"{self.context.role} received the token id {worst}, its model has ids 0 to {vocabulary - 1}")
+            raise TrainerError(
+                f"{self.context.role} received the token id {worst}, its model has ids 0 to {vocabulary - 1}"
+            )
 
     def groups(self, layout: Layout, rows: int, budget: int | None, wanted: np.ndarray | None = None) -> list[Group]:
         """Which samples each micro-batch holds: `rows` of them, or a `budget` of tokens; `wanted` as in Layout.cut."""
@@ -65,8 +71,17 @@ class Feed:
             mask[place, :length], found = self.vision.find(row.input_ids[:length], row.images[0])
             images += found
         pixels = self.vision.pixels(images, self.device)
-        return self._beside(batch) if pixels is None else evolve(batch, pixels=pixels, image_mask=torch.from_numpy(mask).to(self.device))
+        return (
+            self._beside(batch)
+            if pixels is None
+            else evolve(batch, pixels=pixels, image_mask=torch.from_numpy(mask).to(self.device))
+        )
 
     def _beside(self, batch: MicroBatch) -> MicroBatch:
-        """A micro-batch of text alone; where other ranks may run the vision tower this one does too, for their collectives must meet."""
-        return batch if self.vision is None or self.context.ranks.size == 1 else evolve(batch, beside=self.vision.blank(self.device))
+        """A micro-batch of text alone; where other ranks may run the vision tower this one does too, for their
+        collectives must meet."""
+        return (
+            batch
+            if self.vision is None or self.context.ranks.size == 1
+            else evolve(batch, beside=self.vision.blank(self.device))
+        )

@@ -1,4 +1,5 @@
-"""What the conformance kit needs to build the strategy: a tiny random model on disk, and log-probs that plain transformers gives for it."""
+"""What the conformance kit needs to build the strategy: a tiny random model on disk, and log-probs that plain
+transformers gives for it."""
 
 from __future__ import annotations
 
@@ -42,17 +43,37 @@ def tiny_model(folder: Path, seed: int = 0, vocab_size: int = 50, tied: bool = T
 
 
 def tiny_vision_model(folder: Path, seed: int = 0, vocab_size: int = 60) -> Path:
-    """Write a random Qwen2.5-VL (2 layers, hidden 32, vision tower of 2 layers, fp32, image processor, no tokenizer) to `folder`, and return it.
+    """Write a random Qwen2.5-VL (2 layers, hidden 32, vision tower of 2 layers, fp32, image processor, no tokenizer) to
+    `folder`, and return it.
 
     Ids 50 to 53: image, video, start and end of an image.
     """
     text: dict[str, Any] = {
-        **{"vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **{"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None},
+        **{
+            "vocab_size": vocab_size,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+        **{
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
         "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]},
     }
     vision = {
-        **{"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32, "patch_size": 14},
+        **{
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": 14,
+        },
         **{"spatial_merge_size": 2, "window_size": 56, "fullatt_block_indexes": [1]},
     }
     tokens = {"image_token_id": 50, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
@@ -65,9 +86,11 @@ def tiny_vision_model(folder: Path, seed: int = 0, vocab_size: int = 60) -> Path
 
 
 def strategy_fixture() -> dict[str, Any]:
-    """`config`, `context` (fp32, temperature .7, the loss `vanilla` of turnwise-losses), `reference_logprobs(ids, temperature)`, `vocab_size`.
+    """`config`, `context` (fp32, temperature .7, the loss `vanilla` of turnwise-losses), `reference_logprobs(ids,
+    temperature)`, `vocab_size`.
 
-    `reference_logprobs` takes int32 [n] and returns float32 [n]: entry t is the log-prob of ids[t] given ids[:t]; entry 0 is 0.
+    `reference_logprobs` takes int32 [n] and returns float32 [n]: entry t is the log-prob of ids[t] given ids[:t]; entry
+    0 is 0.
     """
     folder = tiny_model(Path(tempfile.mkdtemp(prefix="turnwise-torch-fixture-")))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -94,8 +117,8 @@ def strategy_fixture() -> dict[str, Any]:
 
 
 def log_probs(model: Any, ids: Sequence[int] | np.ndarray, temperature: float) -> np.ndarray:
-    """float32 [n] for ids [n]: the log-prob of each id given those before it (0 for the first), by one plain forward pass, of
-    log_softmax(logits / temperature)."""
+    """float32 [n] for ids [n]: the log-prob of each id given those before it (0 for the first), by one plain forward
+    pass, of log_softmax(logits / temperature)."""
     tokens = torch.tensor(np.asarray(ids), dtype=torch.int64)
     with torch.no_grad():
         logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()

@@ -1,4 +1,5 @@
-"""A model sharded over the ranks of a role by FSDP2: every decoder layer a unit, the rest the root, gathered while they compute."""
+"""A model sharded over the ranks of a role by FSDP2: every decoder layer a unit, the rest the root, gathered while they
+compute."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ T = TypeVar("T")
 
 
 class Root(nn.Module):
-    """Calls a function on the model as its own forward pass, so that FSDP gathers the root's parameters around whatever the function calls:
+    """Calls a function on the model as its own forward pass, so that FSDP gathers the root's parameters around whatever
+    the function calls:
     the backbone and the head apart from it."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,11 +41,13 @@ class Root(nn.Module):
 class ShardedModel:
     """`model`, whose parameters are DTensors: float32 masters where they are trained, the compute dtype where not.
 
-    It is loaded by rank 0 into main memory, and dealt out tensor by tensor: no device ever holds more than its parts, one whole tensor, and
-    while it computes what FSDP gathers. All ranks build it, and call every method, at once.
+    It is loaded by rank 0 into main memory, and dealt out tensor by tensor: no device ever holds more than its parts,
+    one whole tensor, and while it computes what FSDP gathers. All ranks build it, and call every method, at once.
     """
 
-    def __init__(self, load: Callable[[str], nn.Module], context: TrainContext, config: FsdpConfig, device: torch.device) -> None:
+    def __init__(
+        self, load: Callable[[str], nn.Module], context: TrainContext, config: FsdpConfig, device: torch.device
+    ) -> None:
         """`load(dtype)`: the whole model on the CPU; called on rank 0 alone. Raises what it raises, on all ranks."""
         self.config, self.device, self.ranks = config, device, context.ranks
         self._offload = config.cpu_offload
@@ -67,7 +71,8 @@ class ShardedModel:
         return out
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of `loss`; with the `last` of an update the ranks' are summed: FSDP averages, hence the factor."""
+        """Add the gradient of `loss`; with the `last` of an update the ranks' are summed: FSDP averages, hence the
+        factor."""
         # Until the last one gradients are added up on each rank: one exchange an update, not one a micro-batch.
         self.root.set_requires_gradient_sync(last or self.config.reduce_every_microbatch)  # type: ignore[operator]
         (loss * self.ranks.size).backward()
@@ -87,12 +92,15 @@ class ShardedModel:
             self.root.to(device)
 
     def _set_dtypes(self, compute: torch.dtype, trainable: bool) -> None:
-        """Masters are float32 (wider for a wider model), what is frozen is kept as it computes; the skeleton has no values to round yet."""
+        """Masters are float32 (wider for a wider model), what is frozen is kept as it computes; the skeleton has no
+        values to round yet."""
         for parameter in self.model.parameters():
             wide = torch.promote_types(compute, torch.float32) if trainable and parameter.requires_grad else compute
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(wide)
-        for module in self.model.modules():  # it was loaded wider, to be dealt out; an export is in the compute dtype and says so
+        for module in (
+            self.model.modules()
+        ):  # it was loaded wider, to be dealt out; an export is in the compute dtype and says so
             if hasattr(module, "config"):
                 module.config.dtype = compute
 
@@ -105,7 +113,9 @@ class ShardedModel:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
-            raise TrainerError(f"{type(self.model).__name__} has no decoder layers to shard. Fix: one device for {context.role}")
+            raise TrainerError(
+                f"{type(self.model).__name__} has no decoder layers to shard. Fix: one device for {context.role}"
+            )
         # Inner modules first: the root then takes the parameters that no layer has taken.
         for layer in layers:
             fully_shard(layer, **options, reshard_after_forward=self.config.reshard_after_forward)
@@ -124,7 +134,9 @@ class ShardedModel:
             else:
                 whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
             part = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements)
-            parts[id(parameter)] = nn.Parameter(part.cpu() if self._offload else part, requires_grad=parameter.requires_grad)
+            parts[id(parameter)] = nn.Parameter(
+                part.cpu() if self._offload else part, requires_grad=parameter.requires_grad
+            )
         for module in self.model.modules():
             for name, owned in module._parameters.items():
                 if owned is not None:
@@ -157,7 +169,9 @@ def _skeleton(loaded: nn.Module | None, context: TrainContext) -> nn.Module:
     described: list[Any] = [None]
     if loaded is not None:
         backbone: Any = loaded.backbone if isinstance(loaded, models.ValueModel) else loaded
-        described = [(type(backbone), backbone.config, next(backbone.parameters()).dtype, isinstance(loaded, models.ValueModel))]
+        described = [
+            (type(backbone), backbone.config, next(backbone.parameters()).dtype, isinstance(loaded, models.ValueModel))
+        ]
     dist.broadcast_object_list(described, 0)
     kind, config, dtype, value = described[0]
     with _empty_parameters():
@@ -170,15 +184,24 @@ def _skeleton(loaded: nn.Module | None, context: TrainContext) -> nn.Module:
 def _values(loaded: nn.Module, context: TrainContext) -> dict[str, Tensor]:
     """Everything that ranks are dealt: parameters by name, adapters at their start, and `buffer/` names."""
     adapters = lora.initial_values(loaded, context.seed) if context.trainable else {}
-    return {**dict(loaded.named_parameters()), **adapters, **{f"buffer/{name}": buffer for name, buffer in loaded.named_buffers()}}
+    return {
+        **dict(loaded.named_parameters()),
+        **adapters,
+        **{f"buffer/{name}": buffer for name, buffer in loaded.named_buffers()},
+    }
 
 
 @contextlib.contextmanager
 def _empty_parameters() -> Iterator[None]:
-    """Parameters that modules register meanwhile have a shape and no values; torch's device context would empty the buffers as well."""
+    """Parameters that modules register meanwhile have a shape and no values; torch's device context would empty the
+    buffers as well."""
 
     def empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        return None if parameter is None or parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        return (
+            None
+            if parameter is None or parameter.is_meta
+            else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        )
 
     hook = register_module_parameter_registration_hook(empty)
     try:

@@ -1,4 +1,5 @@
-"""Memory that does not do, of a device or of the machine, turned into one line that names the phase, the role and the keys to lower."""
+"""Memory that does not do, of a device or of the machine, turned into one line that names the phase, the role and the
+keys to lower."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ _FIXES: dict[Use, str] = {
         "lower {role}.training_args.per_device_train_batch_size (raise gradient_accumulation_steps by as much) or "
         "{role}.max_tokens_per_microbatch_in_train, or set {recompute}; sequence_length helps everywhere"
     ),
-    "infer": "lower {role}.infer_batch_size or {role}.max_tokens_per_microbatch_in_infer; sequence_length helps everywhere",
+    "infer": (
+        "lower {role}.infer_batch_size or {role}.max_tokens_per_microbatch_in_infer; sequence_length helps everywhere"
+    ),
     "send": (
-        "lower model_update_buffer_size_mb, or what the sampler keeps (gpu_memory_utilization or mem_fraction_static in "
-        "actor_infer.strategy_args.strategy_config), or set {spread}"
+        "lower model_update_buffer_size_mb, or what the sampler keeps (gpu_memory_utilization or mem_fraction_static in"
+        " actor_infer.strategy_args.strategy_config), or set {spread}"
     ),
     "hold": "more devices in {role}.device_mapping, or set {spread}",
     "move": "devices of its own in {role}.device_mapping, with which it is not moved, or set {spread}",
@@ -48,11 +51,15 @@ def out_of_memory_named(phase: str, role: str, use: Use, savings: Savings) -> It
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        fix = _FIXES[use].format(role=role, recompute=savings.recompute.format(role=role), spread=savings.spread.format(role=role))
+        fix = _FIXES[use].format(
+            role=role, recompute=savings.recompute.format(role=role), spread=savings.spread.format(role=role)
+        )
         raise OutOfMemory(f"out of memory, in {phase} of {role}. Fix: {fix}") from error
 
 
-def names_out_of_memory(phase: str, use: Use) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+def names_out_of_memory(
+    phase: str, use: Use
+) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
     """`out_of_memory_named` around a strategy's method."""
 
     def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
@@ -67,8 +74,11 @@ def names_out_of_memory(phase: str, use: Use) -> Callable[[Callable[Concatenate[
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: an accelerator's (also of CUDA, cuBLAS or NCCL beside torch's allocator), or the machine's."""
+    """Whether memory ran out: an accelerator's (also of CUDA, cuBLAS or NCCL beside torch's allocator), or the
+    machine's."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and any(sign in text for sign in ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED"))
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+    )

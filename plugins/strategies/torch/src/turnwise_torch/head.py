@@ -1,4 +1,5 @@
-"""The chunked head: log-probs and entropy of response tokens, a chunk's logits at a time, recomputed in the backward pass."""
+"""The chunked head: log-probs and entropy of response tokens, a chunk's logits at a time, recomputed in the backward
+pass."""
 
 from __future__ import annotations
 
@@ -16,15 +17,25 @@ LOGITS_AT_A_TIME = 2**26
 
 
 def token_log_probs(
-    model: nn.Module, batch: MicroBatch, temperature: float, *, chunk: int = 0, entropy: bool = False, entropy_gradient: bool = False
+    model: nn.Module,
+    batch: MicroBatch,
+    temperature: float,
+    *,
+    chunk: int = 0,
+    entropy: bool = False,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log_softmax(logits / temperature) of the r response tokens [r], and the entropy of each token's distribution [r] or None.
+    """log_softmax(logits / temperature) of the r response tokens [r], and the entropy of each token's distribution [r]
+    or None.
 
-    float32 (float64 for a float64 model). `model` is a transformers causal model; its head runs only on the positions that predict.
+    float32 (float64 for a float64 model). `model` is a transformers causal model; its head runs only on the positions
+    that predict.
     """
     hidden = hidden_states(model, batch).flatten(0, 1).index_select(0, batch.predictors)
     head = model.get_output_embeddings()  # type: ignore[operator]
-    return chunked_log_probs(hidden, head, batch.targets, temperature, chunk=chunk, entropy=entropy, entropy_gradient=entropy_gradient)
+    return chunked_log_probs(
+        hidden, head, batch.targets, temperature, chunk=chunk, entropy=entropy, entropy_gradient=entropy_gradient
+    )
 
 
 def token_values(model: ValueModel, batch: MicroBatch) -> Tensor:
@@ -34,13 +45,20 @@ def token_values(model: ValueModel, batch: MicroBatch) -> Tensor:
 
 
 def chunked_log_probs(
-    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, *, chunk: int = 0, entropy: bool = False, entropy_gradient: bool = False
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    temperature: float,
+    *,
+    chunk: int = 0,
+    entropy: bool = False,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [n] of `targets` int64 [n] under `head(hidden)`, hidden [n, h], and the entropies [n] or None.
 
-    No more than `chunk` tokens' logits exist at a time (0: as many as hold 2²⁶ logits): with several chunks the backward pass computes
-    them again. Without entropies, on a GPU with cut-cross-entropy installed, none exist (`fused_head`). Entropies carry a gradient only
-    with `entropy_gradient`.
+    No more than `chunk` tokens' logits exist at a time (0: as many as hold 2²⁶ logits): with several chunks the
+    backward pass computes them again. Without entropies, on a GPU with cut-cross-entropy installed, none exist
+    (`fused_head`). Entropies carry a gradient only with `entropy_gradient`.
     """
     if not entropy and fused_head(hidden, head, temperature):
         from cut_cross_entropy import linear_cross_entropy
@@ -62,9 +80,9 @@ def chunked_log_probs(
 
 
 def fused_head(hidden: Tensor, head: nn.Module, temperature: float) -> bool:
-    """Whether cut-cross-entropy (Wijmans et al. 2024, arXiv 2411.09009) gives the log-probs, without any logits in memory: on a GPU with 16-bit
-    weights, where the package is installed. It takes logits as they are, so at temperature 1 only: hidden states divided in 16 bits would
-    round otherwise than logits divided in 32."""
+    """Whether cut-cross-entropy (Wijmans et al. 2024, arXiv 2411.09009) gives the log-probs, without any logits in
+    memory: on a GPU with 16-bit weights, where the package is installed. It takes logits as they are, so at temperature
+    1 only: hidden states divided in 16 bits would round otherwise than logits divided in 32."""
     sixteen = hidden.dtype in (torch.bfloat16, torch.float16) and hidden.is_cuda
     whole = head.weight.numel() == head.out_features * head.in_features  # type: ignore[operator,union-attr] # not so where ZeRO-3 holds parts
     plain = temperature == 1 and whole and getattr(head, "bias", None) is None

@@ -1,4 +1,5 @@
-"""Which parameters of a model are trained: all, all but frozen ones, or low-rank adapters; and the model's tensors as one without adapters."""
+"""Which parameters of a model are trained: all, all but frozen ones, or low-rank adapters; and the model's tensors as
+one without adapters."""
 
 from __future__ import annotations
 
@@ -32,31 +33,46 @@ def problems(context: TrainContext) -> list[Problem]:
     """What a strategy's `check` says of adapters: their package is asked for without importing it."""
     if context.lora is None or not context.trainable or importlib.util.find_spec("peft") is not None:
         return []
-    return [Problem(f"{context.role}.model_args.lora_rank", "needs the package peft. Fix: pip install 'turnwise-torch[lora]'", machine=True)]
+    return [
+        Problem(
+            f"{context.role}.model_args.lora_rank",
+            "needs the package peft. Fix: pip install 'turnwise-torch[lora]'",
+            machine=True,
+        )
+    ]
 
 
 def choose_trained(model: nn.Module, context: TrainContext) -> None:
     """Put adapters into the model if the context names any, and set `requires_grad` everywhere.
 
-    A frozen role trains nothing and has no adapters: as a reference it is the actor with its adapters off. With adapters they alone are
-    trained, and a value head. Parameters whose names begin with one of `context.frozen` are not; see `beginnings` for the names.
+    A frozen role trains nothing and has no adapters: as a reference it is the actor with its adapters off. With
+    adapters they alone are trained, and a value head. Parameters whose names begin with one of `context.frozen` are
+    not; see `beginnings` for the names.
     Raises ConfigError: modules or prefixes that the model does not have, or nothing left to train.
     """
     lora = context.lora if context.trainable else None
     if lora is not None:
         _add_adapters(model, lora, context.role)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(context.trainable and (lora is None or _is_adapter(name) or name.startswith("value_head.")))
+        parameter.requires_grad_(
+            context.trainable and (lora is None or _is_adapter(name) or name.startswith("value_head."))
+        )
     if not context.trainable:
         return
     for prefix in context.frozen:
         _freeze(model, prefix, context.role)
     if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError([f"{context.role}.model_args.freeze_module_prefix: {listed(context.frozen)} leaves nothing to train. Fix: freeze less"])
+        raise ConfigError(
+            [
+                f"{context.role}.model_args.freeze_module_prefix: {listed(context.frozen)} leaves nothing to train. Fix:"
+                " freeze less"
+            ]
+        )
 
 
 def beginnings(model: nn.Module, name: str) -> tuple[str, ...]:
-    """The names by which a prefix may call a parameter: its own; of one in the backbone also those with and without `model.` before it."""
+    """The names by which a prefix may call a parameter: its own; of one in the backbone also those with and without
+    `model.` before it."""
     # PEFT puts an adapted layer's own weight below base_layer; users name it as their checkpoint does.
     name = name.replace(".base_layer.", ".")
     inside = f"{model.backbone.base_model_prefix}." if isinstance(model, ValueModel) else f"{model.base_model_prefix}."
@@ -65,7 +81,8 @@ def beginnings(model: nn.Module, name: str) -> tuple[str, ...]:
 
 
 def initial_values(model: nn.Module, seed: int) -> dict[str, Tensor]:
-    """float32 starting values of the adapters, by name: A uniform as of a linear layer, B zeros (Hu et al. 2021, section 4.1).
+    """float32 starting values of the adapters, by name: A uniform as of a linear layer, B zeros (Hu et al. 2021,
+    section 4.1).
 
     They depend on `seed` and the order of the modules alone: not on dtype, device or the number of ranks.
     """
@@ -96,9 +113,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def whole_tensors(model: nn.Module, gather: Gather, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The state dict of a model as if it had no adapters: each is added to its layer's weight (in float32, then rounded to `dtype`).
+    """The state dict of a model as if it had no adapters: each is added to its layer's weight (in float32, then rounded
+    to `dtype`).
 
-    One tensor at a time, new ones: the trained parameters stay as they are. Floating parameters leave in `dtype`, buffers as they are.
+    One tensor at a time, new ones: the trained parameters stay as they are. Floating parameters leave in `dtype`,
+    buffers as they are.
     """
     layers = dict(_adapted(model))
     # Without keep_vars everything comes detached, and a parameter looks like a buffer.
@@ -135,7 +154,9 @@ def peft_config(model: nn.Module, base: Path) -> dict[str, Any]:
     """What PEFT's adapter_config.json holds of the model's adapters; `base`: the folder of the model they are for."""
     backbone: Any = _backbone(model)
     config = backbone.peft_config[ADAPTER].to_dict() | {"base_model_name_or_path": str(base), "inference_mode": True}
-    plain: dict[str, Any] = json.loads(json.dumps(config, default=sorted))  # PEFT's sets become lists, its enumerations texts
+    plain: dict[str, Any] = json.loads(
+        json.dumps(config, default=sorted)
+    )  # PEFT's sets become lists, its enumerations texts
     return plain
 
 
@@ -159,17 +180,23 @@ def _add_adapters(model: nn.Module, lora: Lora, role: str) -> None:
         inject_adapter_in_model(config, backbone, ADAPTER)
     except ValueError as error:
         linear = {name.rpartition(".")[2] for name, module in backbone.named_modules() if isinstance(module, nn.Linear)}
-        raise ConfigError([f"{place}: {first_line(error)} Linear layers of {type(backbone).__name__}: {listed(sorted(linear))}"]) from error
+        raise ConfigError(
+            [f"{place}: {first_line(error)} Linear layers of {type(backbone).__name__}: {listed(sorted(linear))}"]
+        ) from error
     ends = (backbone.get_input_embeddings(), backbone.get_output_embeddings())
     for name, layer in _adapted(backbone):
         if layer in ends or not isinstance(layer, Linear):
             raise ConfigError(
-                [f"{place}: {name} is a {type(layer.base_layer).__name__}, adapters are for the linear layers of the backbone. Fix: leave it out"]
+                [
+                    f"{place}: {name} is a {type(layer.base_layer).__name__}, adapters are for the linear layers of the"
+                    " backbone. Fix: leave it out"
+                ]
             )
 
 
 def _targets(lora: Lora) -> Any:
-    """As PEFT takes it: None (its choice for the architecture), `all-linear`, a list of names, or a regular expression."""
+    """As PEFT takes it: None (its choice for the architecture), `all-linear`, a list of names, or a regular
+    expression."""
     if not isinstance(lora.target, str):
         return None if lora.target is None else list(lora.target)
     return [name.strip() for name in lora.target.split(",")] if _NAMES.fullmatch(lora.target) else lora.target
@@ -185,7 +212,10 @@ def _freeze(model: nn.Module, prefix: str, role: str) -> None:
         names = (beginnings(model, name)[-2:][0] for name, _ in model.named_parameters())
         known = sorted({re.sub(r"(\.\d+\..*|\.weight|\.bias)$", "", name) for name in names})
         raise ConfigError(
-            [f"{role}.model_args.freeze_module_prefix: no parameter begins with {prefix!r}.{did_you_mean(prefix, known)} There are: {listed(known)}"]
+            [
+                f"{role}.model_args.freeze_module_prefix: no parameter begins with {prefix!r}.{did_you_mean(prefix, known)}"
+                f" There are: {listed(known)}"
+            ]
         )
 
 

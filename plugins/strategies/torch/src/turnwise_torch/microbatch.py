@@ -19,10 +19,11 @@ from turnwise_torch.vision import Pixels
 class MicroBatch:
     """b rows padded on the right to width w, with r response tokens; `packing` where a row holds several samples.
 
-    `input_ids` int64 [b, w], without the tokens from the last sampled one on: nothing is predicted from them. `predictors` int64 [r]: indices
-    into the flat b·w positions whose hidden state predicts a response token. `targets` int64 [r]: those tokens. `responses` int64 [r]
-    (numpy): where they stand among the R response tokens of the rows. `pixels`: the images in the rows, in their order, which
-    stand where `image_mask` bool [b, w]; `beside`: images of no row, which a rank without any runs through the vision tower where others run theirs.
+    `input_ids` int64 [b, w], without the tokens from the last sampled one on: nothing is predicted from them.
+    `predictors` int64 [r]: indices into the flat b·w positions whose hidden state predicts a response token. `targets`
+    int64 [r]: those tokens. `responses` int64 [r] (numpy): where they stand among the R response tokens of the rows.
+    `pixels`: the images in the rows, in their order, which stand where `image_mask` bool [b, w]; `beside`: images of no
+    row, which a rank without any runs through the vision tower where others run theirs.
     """
 
     input_ids: Tensor
@@ -83,7 +84,8 @@ class Layout:
             yield kept[group]
 
     def pack(self, budget: int, wanted: np.ndarray | None = None, one_row: bool = False) -> Iterator[list[np.ndarray]]:
-        """The rows of one micro-batch after the other, each the indices of the samples in it; see turnwise.data.microbatches.packed."""
+        """The rows of one micro-batch after the other, each the indices of the samples in it; see
+        turnwise.data.microbatches.packed."""
         kept = self._kept(wanted)
         for group in microbatches.packed(self.needed[kept], budget, one_row):
             yield [kept[row] for row in group]
@@ -99,7 +101,9 @@ class Layout:
         fill = np.add.reduceat(needed, np.cumsum(sizes) - sizes)
         width = int(fill.max())
         row = np.repeat(np.arange(len(rows)), sizes)
-        at = row * width + np.cumsum(needed) - needed - np.repeat(np.cumsum(fill) - fill, sizes)  # where each sample begins
+        at = (
+            row * width + np.cumsum(needed) - needed - np.repeat(np.cumsum(fill) - fill, sizes)
+        )  # where each sample begins
         ids = np.zeros(len(rows) * width, np.int64)
         ids[ranges(at, needed)] = self.rows.input_ids[ranges(self.rows.offsets[samples], needed)]
         responses = ranges(self.first[samples], count)
@@ -117,7 +121,9 @@ class Layout:
     def _kept(self, wanted: np.ndarray | None) -> np.ndarray:
         """Samples with a wanted response token."""
         per_token = np.ones(len(self.position), bool) if wanted is None else wanted
-        return np.flatnonzero(np.diff(np.concatenate([[0], np.cumsum(per_token)])[np.append(self.first, len(per_token))]) > 0)
+        return np.flatnonzero(
+            np.diff(np.concatenate([[0], np.cumsum(per_token)])[np.append(self.first, len(per_token))]) > 0
+        )
 
 
 def _packing(sizes: np.ndarray, needed: np.ndarray, fill: np.ndarray, device: torch.device) -> Packing:

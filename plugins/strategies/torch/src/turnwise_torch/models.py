@@ -36,10 +36,11 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def load_causal_lm(folder: Path, dtype: str, attn_implementation: str, trust_remote_code: bool = False) -> nn.Module:
-    """The causal language model in `folder`, on the CPU, in evaluation mode, parameters in `dtype` (bf16, fp16, fp32, fp64).
+    """The causal language model in `folder`, on the CPU, in evaluation mode, parameters in `dtype` (bf16, fp16, fp32,
+    fp64).
 
-    Raises CheckpointError if the folder is missing, is not a model, lacks weights of the model, or needs Python code of its own that is not to
-    run (`trust_remote_code`).
+    Raises CheckpointError if the folder is missing, is not a model, lacks weights of the model, or needs Python code of
+    its own that is not to run (`trust_remote_code`).
     """
     auto = AutoModelForImageTextToText if has_vision(folder) else AutoModelForCausalLM
     return _load(auto, folder, dtype, attn_implementation, trust_remote_code)
@@ -59,7 +60,8 @@ class ValueModel(nn.Module):
 
 
 def load_value_model(folder: Path, dtype: str, attn_implementation: str, trust_remote_code: bool = False) -> ValueModel:
-    """The backbone in `folder` with a value head: that of an exported critic if the folder has one, else zeros. Errors as `load_causal_lm`."""
+    """The backbone in `folder` with a value head: that of an exported critic if the folder has one, else zeros. Errors
+    as `load_causal_lm`."""
     model = ValueModel(_load(AutoModel, folder, dtype, attn_implementation, trust_remote_code))
     saved = Path(folder) / VALUE_HEAD_FILE
     if saved.is_file():
@@ -78,12 +80,15 @@ def backbone_of(model: nn.Module) -> nn.Module:
 def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
     """[b, w, hidden]: the last hidden states of a micro-batch's right-padded rows.
 
-    No attention mask without packing: under causal attention no real token ever sees padding that stands to its right. With it a mask that
-    is causal within each sample, or, under flash attention, positions that begin again, by which transformers keeps the samples apart.
+    No attention mask without packing: under causal attention no real token ever sees padding that stands to its right.
+    With it a mask that is causal within each sample, or, under flash attention, positions that begin again, by which
+    transformers keeps the samples apart.
     """
     backbone, ids, packing = backbone_of(model), batch.input_ids, batch.packing
     pixels, mask = batch.pixels, batch.image_mask
-    if batch.beside is not None:  # in the order in which other ranks run the tower: sharded parameters are gathered by all at once
+    if (
+        batch.beside is not None
+    ):  # in the order in which other ranks run the tower: sharded parameters are gathered by all at once
         pixels, mask = batch.beside, torch.zeros_like(ids, dtype=torch.bool)
     if pixels is not None:
         assert mask is not None
@@ -91,8 +96,14 @@ def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
         return backbone(inputs_embeds=embeddings, position_ids=places, use_cache=False).last_hidden_state
     if packing is None:
         return backbone(input_ids=ids, use_cache=False).last_hidden_state
-    mask = None if varlen(attention_of(model)) else packed_mask(packing, attention_of(model), next(model.parameters()).dtype)
-    return backbone(input_ids=ids, attention_mask=mask, position_ids=packing.position_ids, use_cache=False).last_hidden_state
+    mask = (
+        None
+        if varlen(attention_of(model))
+        else packed_mask(packing, attention_of(model), next(model.parameters()).dtype)
+    )
+    return backbone(
+        input_ids=ids, attention_mask=mask, position_ids=packing.position_ids, use_cache=False
+    ).last_hidden_state
 
 
 def attention_of(model: nn.Module) -> str:
@@ -101,22 +112,31 @@ def attention_of(model: nn.Module) -> str:
 
 
 def check_packing(model: nn.Module) -> None:
-    """Raise TrainerError if packed samples could see each other, or would not see all of themselves: sliding, chunked or linear attention."""
+    """Raise TrainerError if packed samples could see each other, or would not see all of themselves: sliding, chunked
+    or linear attention."""
     backbone = backbone_of(model)
     config: Any = backbone.config
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    others += ["sliding_attention"] if getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None) else []
+    others += (
+        ["sliding_attention"]
+        if getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
+        else []
+    )
     if others or not _packs(model):
         what = f"has layers of {listed(others)}" if others else "does not keep packed samples apart"
         raise TrainerError(
-            f"{type(model).__name__} {what}, and packing needs full attention that takes a mask. Fix: use_sequence_packing: false for this role"
+            f"{type(model).__name__} {what}, and packing needs full attention that takes a mask. Fix:"
+            " use_sequence_packing: false for this role"
         )
 
 
 def _packs(model: nn.Module) -> bool:
     """Whether two samples in one row have the hidden states that they have alone."""
     device = next(model.parameters()).device
-    first, second = torch.arange(5, device=device)[None] % vocabulary(model), torch.arange(3, 10, device=device)[None] % vocabulary(model)
+    first, second = (
+        torch.arange(5, device=device)[None] % vocabulary(model),
+        torch.arange(3, 10, device=device)[None] % vocabulary(model),
+    )
     sizes = (first.shape[1], second.shape[1])
     places = torch.cat([torch.arange(size, device=device) for size in sizes])[None]
     segments = torch.cat([torch.full((size,), number, device=device) for number, size in enumerate(sizes)])[None]
@@ -133,20 +153,25 @@ def _packs(model: nn.Module) -> bool:
 
 
 def check_head(model: nn.Module) -> None:
-    """Raise TrainerError if the model's logits are more than its LM head over its last hidden states (soft-capping, scaling)."""
-    capped = getattr(model.config, "final_logit_softcapping", None)  # small logits would hide it from the comparison below
+    """Raise TrainerError if the model's logits are more than its LM head over its last hidden states (soft-capping,
+    scaling)."""
+    capped = getattr(
+        model.config, "final_logit_softcapping", None
+    )  # small logits would hide it from the comparison below
     ids = torch.arange(4, device=next(model.parameters()).device)[None] % vocabulary(model)
     with torch.no_grad():
         whole = model(input_ids=ids, use_cache=False).logits.float()
         ours = model.get_output_embeddings()(hidden_states(model, plain(ids))).float()  # type: ignore[operator]
     if capped is not None or not torch.allclose(whole, ours, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
         raise TrainerError(
-            f"{type(model).__name__} changes its logits after the LM head, which the chunked head does not reproduce: log-probs would be wrong"
+            f"{type(model).__name__} changes its logits after the LM head, which the chunked head does not reproduce:"
+            " log-probs would be wrong"
         )
 
 
 def tied_names(model: nn.Module) -> set[str]:
-    """State-dict names whose tensor stands there under an earlier name too, such as `lm_head.weight` of tied embeddings."""
+    """State-dict names whose tensor stands there under an earlier name too, such as `lm_head.weight` of tied
+    embeddings."""
     seen: set[int] = set()
     tied = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -164,13 +189,15 @@ def vocabulary(model: nn.Module) -> int:
 def enable_gradient_checkpointing(model: nn.Module) -> None:
     """Recompute every decoder layer in the backward pass.
 
-    The layers are wrapped instead of switching transformers' own flag, which needs training mode (dropout) and drops the KV cache of a
-    sampler that shares the module in another thread. The wrapper acts where gradients are enabled, and that is a property of the thread.
+    The layers are wrapped instead of switching transformers' own flag, which needs training mode (dropout) and drops
+    the KV cache of a sampler that shares the module in another thread. The wrapper acts where gradients are enabled,
+    and that is a property of the thread.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise TrainerError(
-            f"{type(model).__name__} has no layers to checkpoint. Fix: set model_args.disable_gradient_checkpointing: true for this role"
+            f"{type(model).__name__} has no layers to checkpoint. Fix: set model_args.disable_gradient_checkpointing:"
+            " true for this role"
         )
     for layer in layers:
         layer.forward = partial(_checkpointed, layer.forward)  # type: ignore[method-assign]
@@ -186,8 +213,16 @@ def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
 def _load(auto: Any, folder: Path, dtype: str, attn_implementation: str, trust_remote_code: bool) -> nn.Module:
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} is not a model folder (it has no config.json). Fix: name a folder in Hugging Face layout as pretrain")
-    options = {"dtype": torch_dtype(dtype), "attn_implementation": attn_implementation, "local_files_only": True, "output_loading_info": True}
+        raise CheckpointError(
+            f"{folder} is not a model folder (it has no config.json). Fix: name a folder in Hugging Face layout as"
+            " pretrain"
+        )
+    options = {
+        "dtype": torch_dtype(dtype),
+        "attn_implementation": attn_implementation,
+        "local_files_only": True,
+        "output_loading_info": True,
+    }
     options["trust_remote_code"] = trust_remote_code  # where it is left out, transformers asks on the terminal
     try:
         with quiet():
@@ -200,7 +235,8 @@ def _load(auto: Any, folder: Path, dtype: str, attn_implementation: str, trust_r
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise CheckpointError(
-            f"the model in {folder} lacks {len(missing)} weights, the first is {missing[0]!r}. Fix: fetch or export the folder again"
+            f"the model in {folder} lacks {len(missing)} weights, the first is {missing[0]!r}. Fix: fetch or export the"
+            " folder again"
         )
     return model.eval()
 
@@ -209,7 +245,9 @@ def untrusted(error: BaseException) -> str:
     """What transformers' refusal of a folder's own code means for the user; empty for another error."""
     if "trust_remote_code" not in str(error):
         return ""
-    return "it needs Python code of its own, which is not run. Fix: trust_remote_code: true, if you trust whoever wrote it"
+    return (
+        "it needs Python code of its own, which is not run. Fix: trust_remote_code: true, if you trust whoever wrote it"
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -1,4 +1,5 @@
-"""The objective Σ coef·(policy loss − entropy bonus + KL) over response tokens, and the value loss; every torch strategy minimises this."""
+"""The objective Σ coef·(policy loss − entropy bonus + KL) over response tokens, and the value loss; every torch
+strategy minimises this."""
 
 from __future__ import annotations
 
@@ -26,14 +27,25 @@ KL: dict[str, Callable[[Tensor], Tensor]] = {
 """KL estimators as functions of d = log π − log π_ref (Schulman 2020, "Approximating KL divergence")."""
 KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
-VIEW_COLUMNS = ("coef", "advantages", "old_log_probs", "infer_log_probs", "ref_log_probs", "sample", "turn", "trajectory")
+VIEW_COLUMNS = (
+    "coef",
+    "advantages",
+    "old_log_probs",
+    "infer_log_probs",
+    "ref_log_probs",
+    "sample",
+    "turn",
+    "trajectory",
+)
 
 Sums = dict[str, tuple[Tensor, Tensor]]
 
 
 def build_loss(objective: Objective) -> PolicyLoss:
     """The policy loss that the objective names, from the installed plugins. Raises PluginError."""
-    return registry().build("policy_loss", objective.loss.name, objective.loss.config, LossContext(ratio_type=objective.ratio_type))
+    return registry().build(
+        "policy_loss", objective.loss.name, objective.loss.config, LossContext(ratio_type=objective.ratio_type)
+    )
 
 
 def kl_estimator(name: str) -> Callable[[Tensor], Tensor]:
@@ -52,21 +64,24 @@ def token_kl(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor, ratio_type: str, segment: Tensor) -> Tensor:
     """[R]: log_probs − old_log_probs clamped to ±20, per token, or with `segment` the mean over each segment.
 
-    The mean carries no gradient; each token passes on the gradient of its own log-prob (GSPO's token form, arXiv 2507.18071).
-    `segment` int64 [R]: dense numbers from 0.
+    The mean carries no gradient; each token passes on the gradient of its own log-prob (GSPO's token form, arXiv
+    2507.18071). `segment` int64 [R]: dense numbers from 0.
     """
     difference = (log_probs - old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     if ratio_type == "token":
         return difference
     with torch.no_grad():
         count = torch.bincount(segment)
-        total = torch.zeros(len(count), dtype=difference.dtype, device=difference.device).index_add_(0, segment, difference)
+        total = torch.zeros(len(count), dtype=difference.dtype, device=difference.device).index_add_(
+            0, segment, difference
+        )
         mean = (total / count)[segment]
     return mean + log_probs - log_probs.detach()
 
 
 def objective_columns(update: Update) -> dict[str, np.ndarray]:
-    """The update's columns as the objective takes them: numbers only, and a column of sampler log-probs only if it is complete."""
+    """The update's columns as the objective takes them: numbers only, and a column of sampler log-probs only if it is
+    complete."""
     for name in ("coef", "weight"):
         if name not in update.rows.columns:
             raise TrainerError(f"an update needs the column {name!r}, it has: {listed(update.rows.columns)}")
@@ -81,7 +96,9 @@ def column_tensors(columns: Mapping[str, np.ndarray], responses: np.ndarray, lik
     out = {}
     for name, column in columns.items():
         # torch has little arithmetic for unsigned integers.
-        values = torch.from_numpy(np.ascontiguousarray(column[responses] if column.dtype.kind != "u" else column[responses].astype(np.int64)))
+        values = torch.from_numpy(
+            np.ascontiguousarray(column[responses] if column.dtype.kind != "u" else column[responses].astype(np.int64))
+        )
         kind = values.dtype
         wanted = like.dtype if kind.is_floating_point else kind if kind == torch.bool else torch.int64
         out[name] = values.to(like.device, wanted)
@@ -89,7 +106,8 @@ def column_tensors(columns: Mapping[str, np.ndarray], responses: np.ndarray, lik
 
 
 def loss_view(log_probs: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor], ratio_type: str) -> LossView:
-    """What the policy loss sees: flat tensors [r] over the response tokens of whole samples; NaN old log-probs become the new ones."""
+    """What the policy loss sees: flat tensors [r] over the response tokens of whole samples; NaN old log-probs become
+    the new ones."""
     old = columns.get("old_log_probs")
     fresh = log_probs.detach()
     old = fresh if old is None else torch.where(old.isnan(), fresh, old)
@@ -121,11 +139,12 @@ def policy_objective(
     entropy_coef: float = 0.0,
     kl_coef: float = 0.0,
 ) -> tuple[Tensor, Sums]:
-    """(Σ coef·(policy_weight·loss − entropy_coef·entropy + kl_coef·kl), metric sums (Σ w·m·x, Σ w·m) by name), 0-dim tensors.
+    """(Σ coef·(policy_weight·loss − entropy_coef·entropy + kl_coef·kl), metric sums (Σ w·m·x, Σ w·m) by name), 0-dim
+    tensors.
 
-    `log_probs` [r] with gradient, `entropy` [r] or None; `columns` [r] hold coef, weight (w·m), advantages, sample, turn, trajectory and
-    what else the batch carries; `policy_weight` is 1 where there is no such column. Sums are float64.
-    Micro-batches and ranks add up: nothing here divides.
+    `log_probs` [r] with gradient, `entropy` [r] or None; `columns` [r] hold coef, weight (w·m), advantages, sample,
+    turn, trajectory and what else the batch carries; `policy_weight` is 1 where there is no such column. Sums are
+    float64. Micro-batches and ranks add up: nothing here divides.
     """
     view = loss_view(log_probs, entropy, columns, objective.ratio_type)
     per_token, metrics = _checked(loss.loss(view), objective.loss.name, log_probs)
@@ -144,19 +163,28 @@ def policy_objective(
         if kl_coef:
             per_token = per_token + kl_coef * kl
     elif kl_coef:
-        raise TrainerError("a KL term in the loss needs the reference's log-probs (column 'ref_log_probs'), this update has none")
-    return (view.coef * per_token).sum(), metric_sums({f"policy/{name}": x for name, x in shown.items()}, columns["weight"])
+        raise TrainerError(
+            "a KL term in the loss needs the reference's log-probs (column 'ref_log_probs'), this update has none"
+        )
+    return (view.coef * per_token).sum(), metric_sums(
+        {f"policy/{name}": x for name, x in shown.items()}, columns["weight"]
+    )
 
 
 def _checked(result: Any, name: str, log_probs: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """What a loss returned, if it has one value a token: another shape would be broadcast to a loss that nobody meant."""
+    """What a loss returned, if it has one value a token: another shape would be broadcast to a loss that nobody
+    meant."""
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-        raise PluginError(f"the policy loss {name!r} returned a {type(result).__name__}. Fix: return (loss per token [R], metrics per token).")
+        raise PluginError(
+            f"the policy loss {name!r} returned a {type(result).__name__}. Fix: return (loss per token [R], metrics per"
+            " token)."
+        )
     for what, value in (("a loss", result[0]), *((repr(metric), value) for metric, value in result[1].items())):
         if tuple(getattr(value, "shape", ())) != tuple(log_probs.shape):
             shape, tokens = list(getattr(value, "shape", ())), len(log_probs)
             raise PluginError(
-                f"the policy loss {name!r} returned {what} of shape {shape} for {tokens} response tokens. Fix: return one value a token, [R]."
+                f"the policy loss {name!r} returned {what} of shape {shape} for {tokens} response tokens. Fix: return"
+                " one value a token, [R]."
             )
     return result[0], result[1]
 
@@ -172,7 +200,9 @@ def value_objective(values: Tensor, columns: Mapping[str, Tensor], value_clip: f
         old = columns["values"]
         clipped = torch.minimum(torch.maximum(values, old - value_clip), old + value_clip)
         error = torch.maximum(error, (clipped - returns).square())
-    sums = metric_sums({"critic/value/mean": values.detach(), "critic/value_loss": error.detach() / 2}, columns["weight"])
+    sums = metric_sums(
+        {"critic/value/mean": values.detach(), "critic/value_loss": error.detach() / 2}, columns["weight"]
+    )
     return (columns["coef"] * error / 2).sum(), sums
 
 

@@ -14,9 +14,10 @@ STATE = ("exp_avg", "exp_avg_sq", "step")
 class MasterAdamW:
     """AdamW (Loshchilov & Hutter 2019) over the trainable parameters of a model.
 
-    A parameter of 32 or 64 bits is its own master, also one that is sharded over ranks (a DTensor). For a 16-bit one an fp32 copy is kept:
-    `accumulate` adds each micro-batch's gradient to the copy's in fp32, `step` moves the copy and rounds it into the parameter. Parameters
-    of one dimension (norms, biases) are not decayed.
+    A parameter of 32 or 64 bits is its own master, also one that is sharded over ranks (a DTensor). For a 16-bit one an
+    fp32 copy is kept:
+    `accumulate` adds each micro-batch's gradient to the copy's in fp32, `step` moves the copy and rounds it into the
+    parameter. Parameters of one dimension (norms, biases) are not decayed.
     """
 
     def __init__(
@@ -27,7 +28,8 @@ class MasterAdamW:
         weight_decay: float,
         masters: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`masters`: fp32 starting values by name, for parameters that were loaded with fewer bits than their file has."""
+        """`masters`: fp32 starting values by name, for parameters that were loaded with fewer bits than their file
+        has."""
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.masters: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
@@ -83,7 +85,8 @@ class MasterAdamW:
             self.parameters[name].grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Masters and moments by name (`master/…`, `exp_avg/…`, `exp_avg_sq/…`, `step/…`); moments exist after the first step."""
+        """Masters and moments by name (`master/…`, `exp_avg/…`, `exp_avg_sq/…`, `step/…`); moments exist after the
+        first step."""
         out = {f"master/{name}": master.detach() for name, master in self.masters.items()}
         for name, master in self.masters.items():
             out |= {f"{key}/{name}": value for key, value in self._adamw.state.get(master, {}).items()}
@@ -91,12 +94,15 @@ class MasterAdamW:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Undo `state`, masters in place; the moments' tensors are taken over. A missing master is a KeyError, another shape a RuntimeError."""
+        """Undo `state`, masters in place; the moments' tensors are taken over. A missing master is a KeyError, another
+        shape a RuntimeError."""
         for name, master in self.masters.items():
             master.copy_(state[f"master/{name}"])
             # torch keeps the step count on the CPU, wherever the parameter is.
             moments = {key: state[f"{key}/{name}"] for key in STATE if f"{key}/{name}" in state}
-            self._adamw.state[master] = {key: value if key == "step" else value.to(master.device) for key, value in moments.items()}
+            self._adamw.state[master] = {
+                key: value if key == "step" else value.to(master.device) for key, value in moments.items()
+            }
         self.clear()
         self.round()
 

@@ -14,8 +14,8 @@ DENSE = ("sdpa", "eager")
 class Packing:
     """Which tokens of packed rows [b, w] belong together.
 
-    `position_ids` int64 [b, w]: of every token in its own sample. `segments` int64 [b, w]: the number of its sample in the row; padding
-    counts as one more, so that no row of the attention is empty.
+    `position_ids` int64 [b, w]: of every token in its own sample. `segments` int64 [b, w]: the number of its sample in
+    the row; padding counts as one more, so that no row of the attention is empty.
     """
 
     position_ids: Tensor
@@ -23,12 +23,14 @@ class Packing:
 
 
 def varlen(attn_implementation: str) -> bool:
-    """Whether the attention computes within samples alone (flash attention's varlen) instead of masking the rest of the row."""
+    """Whether the attention computes within samples alone (flash attention's varlen) instead of masking the rest of the
+    row."""
     return attn_implementation.startswith("flash_attention")
 
 
 def packed_mask(packing: Packing, attn_implementation: str, dtype: torch.dtype) -> Tensor:
-    """[b, 1, w, w]: causal within each sample. bool (True: attend), or for eager attention what is added to its scores, in `dtype`."""
+    """[b, 1, w, w]: causal within each sample. bool (True: attend), or for eager attention what is added to its scores,
+    in `dtype`."""
     segments = packing.segments
     mask = (segments[:, :, None] == segments[:, None, :]).tril()[:, None]
     if attn_implementation != "eager":

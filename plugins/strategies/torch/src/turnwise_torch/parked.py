@@ -9,7 +9,8 @@ from torch import Tensor, UntypedStorage
 
 
 class Parked:
-    """Memory of tensors in main memory, storage by storage: tensors stay the same objects, and views of one another stay views.
+    """Memory of tensors in main memory, storage by storage: tensors stay the same objects, and views of one another
+    stay views.
 
     So it needs to know nothing of how an engine lays out its parameters, masters and buffers."""
 
@@ -19,7 +20,9 @@ class Parked:
         gone = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in dropped}
         here = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept}
         for place, storage in {**here, **gone}.items():
-            if storage.nbytes() and storage.resizable():  # memory that is not torch's own (a mapped file's) is not its to give back
+            if (
+                storage.nbytes() and storage.resizable()
+            ):  # memory that is not torch's own (a mapped file's) is not its to give back
                 self._held.append((storage, None if place in gone else _in_main_memory(storage), storage.nbytes()))
                 storage.resize_(0)
 
@@ -36,7 +39,8 @@ class Parked:
 
 
 def _in_main_memory(storage: UntypedStorage) -> UntypedStorage:
-    """A copy, made straight there: a second one on the device may be what it has no room for. Pinned memory is several times as fast."""
+    """A copy, made straight there: a second one on the device may be what it has no room for. Pinned memory is several
+    times as fast."""
     copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda").untyped_storage()
     copy.copy_(storage)
     return copy

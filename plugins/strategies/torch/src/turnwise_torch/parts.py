@@ -1,4 +1,5 @@
-"""A strategy's own state in parts, one of each rank, in one folder: torch's distributed checkpoints, which any number of ranks can read."""
+"""A strategy's own state in parts, one of each rank, in one folder: torch's distributed checkpoints, which any number
+of ranks can read."""
 
 from __future__ import annotations
 
@@ -23,7 +24,18 @@ from turnwise_torch.state import checked
 
 FACTS_FILE = "state.json"
 FORMAT = "turnwise-torch parts 1"
-_BROKEN = (OSError, ValueError, TypeError, LookupError, EOFError, AttributeError, RuntimeError, AssertionError, ImportError, pickle.UnpicklingError)
+_BROKEN = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    EOFError,
+    AttributeError,
+    RuntimeError,
+    AssertionError,
+    ImportError,
+    pickle.UnpicklingError,
+)
 
 Place = Callable[[str, torch.Size, torch.dtype], Tensor | None]
 """For a saved tensor's name, shape and dtype the tensor to read it into, or None where this rank does not want it."""
@@ -35,8 +47,14 @@ _NAMED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
-    *((f"{_CHECKPOINT}.metadata", name) for name in ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")),
-    *((f"{_CHECKPOINT}.metadata", name) for name in ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
+    *(
+        (f"{_CHECKPOINT}.metadata", name)
+        for name in ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
+    ),
+    *(
+        (f"{_CHECKPOINT}.metadata", name)
+        for name in ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
+    ),
 }
 """What the metadata of a state are made of, beside torch's dtypes."""
 
@@ -69,7 +87,8 @@ class _Reader(FileSystemReader):
 
 
 def write_parts(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
-    """Write what this rank holds of the tensors, all ranks at once; plain tensors of one name count once. Raises CheckpointError."""
+    """Write what this rank holds of the tensors, all ranks at once; plain tensors of one name count once. Raises
+    CheckpointError."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         if dist.get_rank() == 0:
@@ -86,10 +105,13 @@ def is_in_parts(folder: Path) -> bool:
 
 
 def read_parts(folder: Path, expected: Mapping[str, str], place: Place) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors that `place` gave, filled, and the facts. All ranks at once, as many as there are. Raises CheckpointError as read_state."""
+    """The tensors that `place` gave, filled, and the facts. All ranks at once, as many as there are. Raises
+    CheckpointError as read_state."""
     source = f"the training state {folder}"
     try:
-        facts = checked(source, json.loads((Path(folder) / FACTS_FILE).read_text(encoding="utf-8")), {"format": FORMAT, **expected})
+        facts = checked(
+            source, json.loads((Path(folder) / FACTS_FILE).read_text(encoding="utf-8")), {"format": FORMAT, **expected}
+        )
         reader = _Reader(str(folder))
         tensors = {}
         for name, saved in reader.read_metadata().state_dict_metadata.items():
@@ -97,15 +119,20 @@ def read_parts(folder: Path, expected: Mapping[str, str], place: Place) -> tuple
             if tensor is not None:
                 tensors[name] = tensor
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process reads what several wrote
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled", UserWarning
+            )  # one process reads what several wrote
             dcp.load(dict(tensors), storage_reader=reader)
     except (*_BROKEN, _Foreign, CheckpointException) as error:
         cause = _cause(error)
         if isinstance(cause, _Foreign):
             raise CheckpointError(
-                f"{source} names {cause}, which no training state does, and was not read. Fix: resume from a checkpoint that this strategy saved"
+                f"{source} names {cause}, which no training state does, and was not read. Fix: resume from a checkpoint"
+                " that this strategy saved"
             ) from None
-        raise CheckpointError(f"{source} is cut short or damaged: {first_line(cause)}. Fix: resume from an older checkpoint") from error
+        raise CheckpointError(
+            f"{source} is cut short or damaged: {first_line(cause)}. Fix: resume from an older checkpoint"
+        ) from error
     return tensors, facts
 
 

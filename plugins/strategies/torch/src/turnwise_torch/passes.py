@@ -1,4 +1,5 @@
-"""One pass over rows, cut by a Feed and computed by a Runner: the gradient of an update, or a value for every sampled token."""
+"""One pass over rows, cut by a Feed and computed by a Runner: the gradient of an update, or a value for every sampled
+token."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def accumulate(
     """The gradient of the objective over all micro-batches; its value and the metric sums, of this rank's rows."""
     context, layout, filler = feed.context, Layout(update.rows), feed.filler()
     wanted = (columns["coef"] != 0) | (columns["weight"] != 0)
-    groups = feed.groups(layout, context.per_device_train_batch_size, context.max_tokens_per_microbatch_in_train, wanted)
+    groups = feed.groups(
+        layout, context.per_device_train_batch_size, context.max_tokens_per_microbatch_in_train, wanted
+    )
     # The filler belongs to no row: its columns have to exist, and count nothing.
     zeros = {name: np.zeros((1, *column.shape[1:]), column.dtype) for name, column in columns.items()}
 

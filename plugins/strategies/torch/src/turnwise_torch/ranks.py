@@ -11,7 +11,8 @@ from turnwise.contracts.train import Ranks
 
 
 class ProcessGroup:
-    """torch's default process group of the role: NCCL on GPUs, gloo on the CPU. One process has none and agrees with itself.
+    """torch's default process group of the role: NCCL on GPUs, gloo on the CPU. One process has none and agrees with
+    itself.
 
     `timeout`: the seconds that a rank waits for the others to come, and in any collective for them to answer."""
 
@@ -47,7 +48,8 @@ class ProcessGroup:
 
 
 def limit_waits(timeout: float) -> None:
-    """Let every collective of this process wait up to `timeout` seconds, also in groups that a library made with torch's own limit."""
+    """Let every collective of this process wait up to `timeout` seconds, also in groups that a library made with
+    torch's own limit."""
     # torch has no public list of its groups.
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)

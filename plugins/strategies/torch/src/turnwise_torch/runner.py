@@ -1,4 +1,5 @@
-"""How the micro-batches of a pass go through the model: one after the other here, by schedules of their own elsewhere."""
+"""How the micro-batches of a pass go through the model: one after the other here, by schedules of their own
+elsewhere."""
 
 from __future__ import annotations
 
@@ -21,18 +22,22 @@ class Runner(Protocol):
     """What a strategy gives ModelStrategy to compute micro-batches with."""
 
     def count(self, own: int, train: bool) -> int:
-        """How many micro-batches a rank with `own` of its own computes, for collectives inside the model must meet those of other ranks."""
+        """How many micro-batches a rank with `own` of its own computes, for collectives inside the model must meet
+        those of other ranks."""
         ...
 
     def run(self, batches: Iterator[MicroBatch], count: int, work: Work, train: bool) -> list[Answer]:
-        """`work` on the first `count` batches, in order; with `train` the gradients of its losses are added up as well."""
+        """`work` on the first `count` batches, in order; with `train` the gradients of its losses are added up as
+        well."""
         ...
 
 
 class OneByOne:
-    """Forward and, in an update, backward of one micro-batch before the next; all ranks compute as many as the rank with the most.
+    """Forward and, in an update, backward of one micro-batch before the next; all ranks compute as many as the rank
+    with the most.
 
-    `backward(loss, last)` adds a micro-batch's gradient; `last`: no further one follows, so that ranks may exchange theirs."""
+    `backward(loss, last)` adds a micro-batch's gradient; `last`: no further one follows, so that ranks may exchange
+    theirs."""
 
     def __init__(self, group: ProcessGroup, backward: Callable[[Tensor, bool], None]) -> None:
         self._group, self._backward = group, backward

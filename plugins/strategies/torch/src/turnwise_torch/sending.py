@@ -42,7 +42,8 @@ class Source(Protocol):
 
 
 class Sending:
-    """What one process offers of `source`, one offer at a time. Only rank 0 talks to those who read; the other ranks gather with it."""
+    """What one process offers of `source`, one offer at a time. Only rank 0 talks to those who read; the other ranks
+    gather with it."""
 
     def __init__(self, context: TrainContext, device: torch.device, source: Source) -> None:
         self._context, self._device, self._source = context, device, source
@@ -51,7 +52,8 @@ class Sending:
         self._folder: Path | None = None
 
     def offer(self, transport: str, version: int, receivers: int) -> Offer:
-        """An offer by a streamed transport, or of a folder (`safetensors`), in place of the one before. Raises TrainerError, CheckpointError."""
+        """An offer by a streamed transport, or of a folder (`safetensors`), in place of the one before. Raises
+        TrainerError, CheckpointError."""
         self._withdraw()
         adapter = self._source.adapter_config() if self._adapters_alone() else None
         if transport in STREAMED:
@@ -60,14 +62,17 @@ class Sending:
         return Offer(transport, version, {"folder": str(self._write(adapter))}, adapter)
 
     def send(self, offer: Offer) -> None:
-        """Stream the weights of an offer in buckets of `bucket_bytes`; a folder is read by the backend. Raises TrainerError."""
+        """Stream the weights of an offer in buckets of `bucket_bytes`; a folder is read by the backend. Raises
+        TrainerError."""
         if offer.transport not in STREAMED:
             return
         weights = self._source.weights() if offer.adapter is None else self._source.adapter_weights()
         try:
             if self._first():
                 if self._sender is None:
-                    raise TrainerError(f"{self._context.role} was asked to send version {offer.version}, which it does not offer")
+                    raise TrainerError(
+                        f"{self._context.role} was asked to send version {offer.version}, which it does not offer"
+                    )
                 self._sender.send(buckets(weights, self._context.bucket_bytes))
         finally:
             for _ in weights:  # the other ranks gather on: their collectives must meet
@@ -93,14 +98,19 @@ class Sending:
     def _write(self, adapter: dict[str, Any] | None) -> Path | None:
         """A new folder of the weights, or of the adapters alone, valid until the next; on rank 0."""
         tensors = dict(self._source.adapter_weights()) if adapter else {}  # on all ranks, before one can fail
-        previous, self._folder = self._folder, Path(tempfile.mkdtemp(prefix="turnwise-weights-")) if self._first() else None
+        previous, self._folder = (
+            self._folder,
+            Path(tempfile.mkdtemp(prefix="turnwise-weights-")) if self._first() else None,
+        )
         try:
             if adapter is None:
                 self._source.export(self._folder or Path())
             elif self._folder is not None:
                 lora.write_adapter(self._folder, adapter, tensors)
         except (OSError, SafetensorError) as error:
-            raise TrainerError(f"weight update: cannot write the adapters to {self._folder}: {models.first_line(error)}") from error
+            raise TrainerError(
+                f"weight update: cannot write the adapters to {self._folder}: {models.first_line(error)}"
+            ) from error
         finally:
             remove(previous)
         return self._folder

@@ -1,4 +1,5 @@
-"""Models shared inside one process: the trainer publishes its module, a sampler looks it up, one lock keeps step and decoding apart."""
+"""Models shared inside one process: the trainer publishes its module, a sampler looks it up, one lock keeps step and
+decoding apart."""
 
 from __future__ import annotations
 

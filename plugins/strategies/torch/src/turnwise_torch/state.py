@@ -17,7 +17,8 @@ FORMAT = "turnwise-torch 1"
 
 
 def write_state(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
-    """Write tensors and facts (strings) to `folder`, which is made if needed. Raises CheckpointError (disk full, not writable)."""
+    """Write tensors and facts (strings) to `folder`, which is made if needed. Raises CheckpointError (disk full, not
+    writable)."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -27,17 +28,22 @@ def write_state(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
 
 
 def read_state(folder: Path, expected: Mapping[str, str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and facts of `folder`. Raises CheckpointError: missing, cut short, damaged, or facts other than `expected`."""
+    """The tensors and facts of `folder`. Raises CheckpointError: missing, cut short, damaged, or facts other than
+    `expected`."""
     file = Path(folder) / STATE_FILE
     if not file.is_file():
-        raise CheckpointError(f"there is no training state in {folder} (no {STATE_FILE}). Fix: resume from a checkpoint that this strategy saved")
+        raise CheckpointError(
+            f"there is no training state in {folder} (no {STATE_FILE}). Fix: resume from a checkpoint that this"
+            " strategy saved"
+        )
     try:
         with safe_open(file, "pt") as opened:
             facts = dict(opened.metadata() or {})
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (a handle, not a mapping)
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(
-            f"the training state {file} is cut short or damaged: {first_line(error)}. Fix: resume from an older checkpoint"
+            f"the training state {file} is cut short or damaged: {first_line(error)}. Fix: resume from an older"
+            " checkpoint"
         ) from error
     return tensors, checked(f"the training state {file}", facts, {"format": FORMAT, **expected})
 

@@ -1,4 +1,5 @@
-"""The strategy `torch`: one process on one device, or one on each of several that FSDP2 shards the model over; one step per update."""
+"""The strategy `torch`: one process on one device, or one on each of several that FSDP2 shards the model over; one step
+per update."""
 
 from __future__ import annotations
 
@@ -27,14 +28,17 @@ from turnwise_torch.state import STATE_FILE, read_state, write_state
 
 
 class TorchStrategy(ModelStrategy):
-    """Actor, critic (`head: value`) or reference (`trainable: false`) in this process (see turnwise.contracts.train)."""
+    """Actor, critic (`head: value`) or reference (`trainable: false`) in this process (see
+    turnwise.contracts.train)."""
 
     config: TorchConfig
 
     def __init__(self, config: TorchConfig | None, context: TrainContext) -> None:
         self.config = config or TorchConfig()
         refuse(self.check(self.config, context))
-        torch.manual_seed(context.seed + context.ranks.rank)  # for policy losses that draw random numbers; nothing here does
+        torch.manual_seed(
+            context.seed + context.ranks.rank
+        )  # for policy losses that draw random numbers; nothing here does
         super().__init__(context, device_of(context))
         self.logits_chunk = self.config.logits_chunk
         self.sharded: ShardedModel | None = None
@@ -71,9 +75,13 @@ class TorchStrategy(ModelStrategy):
 
     @names_out_of_memory("the checkpoint", "hold")
     def save(self, folder: Path) -> None:
-        """What is trained (masters, moments), random state and the number of updates: one file, or with several ranks a part of each.
-        Raises CheckpointError."""
-        weights = self.optimizer.state() if self.optimizer else {f"master/{n}": p.detach() for n, p in self.model.named_parameters()}
+        """What is trained (masters, moments), random state and the number of updates: one file, or with several ranks a
+        part of each. Raises CheckpointError."""
+        weights = (
+            self.optimizer.state()
+            if self.optimizer
+            else {f"master/{n}": p.detach() for n, p in self.model.named_parameters()}
+        )
         random = self._random_names()
         rng = {random["cpu"]: torch.get_rng_state()}
         if self.device.type == "cuda":
@@ -84,18 +92,22 @@ class TorchStrategy(ModelStrategy):
     @names_out_of_memory("resuming", "hold")
     def load(self, folder: Path) -> None:
         """Undo `save`, in place and exactly; what several ranks saved is read by any number. Raises CheckpointError."""
-        masters: Mapping[str, Tensor] = self.optimizer.masters if self.optimizer else dict(self.model.named_parameters())
+        masters: Mapping[str, Tensor] = (
+            self.optimizer.masters if self.optimizer else dict(self.model.named_parameters())
+        )
         if is_in_parts(folder):
             tensors, facts = read_parts(folder, self._facts(), self._place_for(folder, masters))
         elif self.sharded and (Path(folder) / STATE_FILE).is_file():
             raise CheckpointError(
-                f"the training state in {folder} was saved by one process, this run has {self.context.ranks.size}. Fix: one device for "
-                f"{self.context.role}, or pretrain: the checkpoint's export and a new optimizer"
+                f"the training state in {folder} was saved by one process, this run has {self.context.ranks.size}. Fix:"
+                f" one device for {self.context.role}, or pretrain: the checkpoint's export and a new optimizer"
             )
         else:
             tensors, facts = read_state(folder, self._facts())
         # Compared before anything is copied: a state that is refused leaves the weights as they were.
-        if {n.removeprefix("master/"): t.shape for n, t in tensors.items() if n.startswith("master/")} != {n: p.shape for n, p in masters.items()}:
+        if {n.removeprefix("master/"): t.shape for n, t in tensors.items() if n.startswith("master/")} != {
+            n: p.shape for n, p in masters.items()
+        }:
             raise self._other_model(folder)
         with self._exclusive(), torch.no_grad():
             if self.optimizer:
@@ -145,7 +157,9 @@ class TorchStrategy(ModelStrategy):
     def _whole(self, tensor: Tensor) -> Tensor:
         return self.sharded.whole(tensor) if self.sharded else tensor
 
-    def _log_probs(self, batch: MicroBatch, entropy: bool = False, entropy_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
+    def _log_probs(
+        self, batch: MicroBatch, entropy: bool = False, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         compute = super()._log_probs
         return self._run(lambda _: compute(batch, entropy, entropy_gradient))
 
@@ -188,10 +202,13 @@ class TorchStrategy(ModelStrategy):
         masters: dict[str, Tensor] = dict(self.model.named_parameters())
         if not self.sharded:
             if self.context.dtype == "bf16" and not self.context.lora:
-                # Read a second time in fp32, so that the masters start from what the folder holds and not from rounded values.
+                # Read a second time in fp32, so that the masters start from what the folder holds and not from rounded
+                # values.
                 masters = dict(self._load_model("fp32").named_parameters())
             masters |= self._start_adapters()
-        return MasterAdamW(self.model.named_parameters(), self.config.betas, self.config.eps, self.context.weight_decay, masters)
+        return MasterAdamW(
+            self.model.named_parameters(), self.config.betas, self.config.eps, self.context.weight_decay, masters
+        )
 
     @torch.no_grad()
     def _start_adapters(self) -> dict[str, Tensor]:
@@ -202,7 +219,11 @@ class TorchStrategy(ModelStrategy):
 
     def _facts(self) -> dict[str, str]:
         context = self.context
-        adapters = f"rank {context.lora.rank}, alpha {context.lora.alpha}, target {context.lora.target}" if context.lora else "none"
+        adapters = (
+            f"rank {context.lora.rank}, alpha {context.lora.alpha}, target {context.lora.target}"
+            if context.lora
+            else "none"
+        )
         return {"head": context.head, "dtype": context.dtype, "trainable": str(context.trainable), "lora": adapters}
 
     def _random_names(self) -> dict[str, str]:
@@ -227,7 +248,10 @@ class TorchStrategy(ModelStrategy):
         return place
 
     def _other_model(self, folder: Path) -> CheckpointError:
-        return CheckpointError(f"the training state in {folder} belongs to another model than {self.context.model}. Fix: the pretrain of that run")
+        return CheckpointError(
+            f"the training state in {folder} belongs to another model than {self.context.model}. Fix: the pretrain of"
+            " that run"
+        )
 
     def _move(self, device: torch.device) -> None:
         with self._exclusive():

@@ -1,10 +1,12 @@
 """Weights from a trainer to samplers on the same host: bucket by bucket through one block of shared memory.
 
-The sender listens on a unix socket, every receiver connects and is handed the memory. For each bucket the sender writes its tensors there
-and sends every receiver names, dtypes, shapes and places as one line of JSON; it goes on when all have answered. So no more than one bucket
-exists beside the two models, and any process of the same user on the host can read, whoever started it.
+The sender listens on a unix socket, every receiver connects and is handed the memory. For each bucket the sender writes
+its tensors there and sends every receiver names, dtypes, shapes and places as one line of JSON; it goes on when all
+have answered. So no more than one bucket exists beside the two models, and any process of the same user on the host can
+read, whoever started it.
 
-Neither memory nor socket has a name in a file system (memfd_create, Linux's abstract sockets), so that nothing is left when a side is killed.
+Neither memory nor socket has a name in a file system (memfd_create, Linux's abstract sockets), so that nothing is left
+when a side is killed.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def buckets(named: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bucket]:
-    """`named` tensors in buckets of at most `size` bytes, in order. A decoder layer is never split: one larger than `size` goes alone.
+    """`named` tensors in buckets of at most `size` bytes, in order. A decoder layer is never split: one larger than
+    `size` goes alone.
 
     Engines fuse parts of a layer (query, key and value; gate and up) and need them together.
     """
@@ -72,7 +75,8 @@ def units(named: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
 
 
 class Sender:
-    """The trainer's side. `payload` goes into the offer; `send` serves `receivers` readers, each wait at most `timeout` seconds long."""
+    """The trainer's side. `payload` goes into the offer; `send` serves `receivers` readers, each wait at most `timeout`
+    seconds long."""
 
     def __init__(self, receivers: int, timeout: float) -> None:
         self._receivers, self._timeout = receivers, timeout
@@ -85,7 +89,8 @@ class Sender:
         self.payload: dict[str, Any] = {"socket": name}
 
     def send(self, buckets: Iterable[Bucket]) -> None:
-        """Stream all buckets to all receivers, then close. Raises TrainerError: a receiver did not come, answer or go on reading in time."""
+        """Stream all buckets to all receivers, then close. Raises TrainerError: a receiver did not come, answer or go
+        on reading in time."""
         lines: list[Lines] = []
         try:
             deadline = time.monotonic() + self._timeout
@@ -110,9 +115,12 @@ class Sender:
             for line in lines:
                 line.read()
         except (OSError, EOFError) as error:
-            what = "did not read the weights in time" if isinstance(error, TimeoutError) else "stopped reading the weights"
+            what = (
+                "did not read the weights in time" if isinstance(error, TimeoutError) else "stopped reading the weights"
+            )
             raise TrainerError(
-                f"weight update: {len(lines)} of {self._receivers} backends came, and one {what} (weight_sync_timeout {self._timeout:g} s)"
+                f"weight update: {len(lines)} of {self._receivers} backends came, and one {what} (weight_sync_timeout"
+                f" {self._timeout:g} s)"
             ) from error
         finally:
             for line in lines:
@@ -130,7 +138,10 @@ class Sender:
         for (_, tensor), place in zip(bucket, places, strict=True):
             if memory is not None and tensor.numel():
                 _view(memory, place, tensor.dtype, tensor.shape).copy_(tensor.detach())
-        return [[name, str(t.dtype).removeprefix("torch."), list(t.shape), place] for (name, t), place in zip(bucket, places, strict=True)]
+        return [
+            [name, str(t.dtype).removeprefix("torch."), list(t.shape), place]
+            for (name, t), place in zip(bucket, places, strict=True)
+        ]
 
     def _enlarge(self, size: int) -> None:
         """Have the memory before it is written to: what is missing then ends the process by a signal."""
@@ -150,9 +161,11 @@ class Sender:
 
 
 def receive(payload: Mapping[str, Any], timeout: float) -> Generator[Bucket, None, None]:
-    """The sender's buckets, one after the other. Tensors are CPU views of shared memory, valid until the next one is asked for.
+    """The sender's buckets, one after the other. Tensors are CPU views of shared memory, valid until the next one is
+    asked for.
 
-    Raises EngineError: the sender is gone or was silent for `timeout` seconds. Ending the iteration early ends the sender's work too.
+    Raises EngineError: the sender is gone or was silent for `timeout` seconds. Ending the iteration early ends the
+    sender's work too.
     """
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout)
@@ -160,7 +173,9 @@ def receive(payload: Mapping[str, Any], timeout: float) -> Generator[Bucket, Non
         connection.connect(f"\0{payload['socket']}")
     except OSError as error:
         connection.close()
-        raise EngineError(f"weight update: the trainer's offer {payload['socket']} is gone ({error}). Both must run on one host") from error
+        raise EngineError(
+            f"weight update: the trainer's offer {payload['socket']} is gone ({error}). Both must run on one host"
+        ) from error
     lines, memory = Lines(connection, timeout), -1
     try:
         while True:
@@ -171,7 +186,9 @@ def receive(payload: Mapping[str, Any], timeout: float) -> Generator[Bucket, Non
                     lines.write({})
                     return
             except (OSError, EOFError) as error:
-                raise EngineError("weight update: the trainer stopped sending, or was silent for too long (weight_sync_timeout)") from error
+                raise EngineError(
+                    "weight update: the trainer stopped sending, or was silent for too long (weight_sync_timeout)"
+                ) from error
             # The answer follows when the caller asks for the next bucket, which overwrites the memory of this one.
             yield _read(memory, described)
             lines.write({})
@@ -182,7 +199,8 @@ def receive(payload: Mapping[str, Any], timeout: float) -> Generator[Bucket, Non
 
 
 def _same_user(connection: socket.socket) -> bool:
-    """Whether the other side runs as this user, or as root. Any process of the host can connect to a socket without a file."""
+    """Whether the other side runs as this user, or as root. Any process of the host can connect to a socket without a
+    file."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(raw)[1] in (os.geteuid(), 0)
 
@@ -199,7 +217,10 @@ def _handed(connection: socket.socket) -> int:
 def _read(memory: int, described: Sequence[Any]) -> Bucket:
     # Mapped again for every bucket, as the sender may have enlarged the memory; a file of no bytes cannot be mapped.
     mapped = mmap.mmap(memory, 0) if any(0 not in shape for _, _, shape, _ in described) else None
-    return [(name, _view(mapped, place, getattr(torch, dtype), torch.Size(shape))) for name, dtype, shape, place in described]
+    return [
+        (name, _view(mapped, place, getattr(torch, dtype), torch.Size(shape)))
+        for name, dtype, shape, place in described
+    ]
 
 
 def _view(memory: mmap.mmap | None, place: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
@@ -210,7 +231,8 @@ def _view(memory: mmap.mmap | None, place: int, dtype: torch.dtype, shape: torch
 
 
 class Lines:
-    """JSON, one object a line, on a connected socket. `write` and `read` raise OSError or, where the other side hung up, EOFError."""
+    """JSON, one object a line, on a connected socket. `write` and `read` raise OSError or, where the other side hung
+    up, EOFError."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         connection.settimeout(timeout)

@@ -1,4 +1,5 @@
-"""Images for a vision-language model: how many tokens one becomes, its pixel values, and the positions of all tokens around it."""
+"""Images for a vision-language model: how many tokens one becomes, its pixel values, and the positions of all tokens
+around it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def digest(image: np.ndarray) -> str:
 
 @frozen(eq=False)
 class Pixels:
-    """The images of a micro-batch in order of its samples: `values` float32 [patches, features], `grid` int64 [images, 3] (t, h, w in patches)."""
+    """The images of a micro-batch in order of its samples: `values` float32 [patches, features], `grid` int64 [images,
+    3] (t, h, w in patches)."""
 
     values: Tensor
     grid: Tensor
@@ -48,16 +50,24 @@ class Vision:
 
         facts = _facts(Path(folder))
         if facts.get("model_type") not in ARCHITECTURES:
-            raise ConfigError(f"{folder} holds a {facts.get('model_type')} model, whose images are not understood. Known: {listed(ARCHITECTURES)}")
+            raise ConfigError(
+                f"{folder} holds a {facts.get('model_type')} model, whose images are not understood. Known:"
+                f" {listed(ARCHITECTURES)}"
+            )
         self.token = int(facts["image_token_id"])
         """The id that stands once for every merged patch of an image."""
         self._start = int(facts["vision_start_token_id"])
         self._merged = int(facts["vision_config"].get("spatial_merge_size", 2)) ** 2
         try:
             # Pillow's processor: torchvision's gives other pixels, and is not there in every build of torch.
-            self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
+            self._processor: Any = AutoImageProcessor.from_pretrained(
+                folder, backend="pil", local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError, ImportError) as error:
-            raise ConfigError(f"{folder} has no image processor ({str(error).splitlines()[0]}). Fix: save the model's processor into it") from error
+            raise ConfigError(
+                f"{folder} has no image processor ({str(error).splitlines()[0]}). Fix: save the model's processor"
+                " into it"
+            ) from error
         self._known: OrderedDict[str, tuple[np.ndarray, np.ndarray]] = OrderedDict()
 
     def tokens(self, image: np.ndarray) -> int:
@@ -69,7 +79,9 @@ class Vision:
         if not images:
             return None
         done = [self._processed(image) for image in images]
-        values, grid = (torch.from_numpy(np.concatenate(parts)).to(device) for parts in ([v for v, _ in done], [g for _, g in done]))
+        values, grid = (
+            torch.from_numpy(np.concatenate(parts)).to(device) for parts in ([v for v, _ in done], [g for _, g in done])
+        )
         return Pixels(values, grid)
 
     def blank(self, device: torch.device) -> Pixels:
@@ -85,8 +97,9 @@ class Vision:
     def find(self, ids: np.ndarray, images: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
         """bool [n]: which of `ids` [n] stand for one of `images`, and those first images that do.
 
-        An image is a run of its number of tokens after the start-of-image token. Tokens of that id elsewhere were sampled: they are text.
-        Raises ConfigError where a start is followed by another number of tokens, or an image is cut.
+        An image is a run of its number of tokens after the start-of-image token. Tokens of that id elsewhere were
+        sampled: they are text. Raises ConfigError where a start is followed by another number of tokens, or an image is
+        cut.
         """
         mask = np.zeros(len(ids), np.bool_)
         found: list[np.ndarray] = []
@@ -97,13 +110,17 @@ class Vision:
                 break
             end = start + self.tokens(images[len(found)])
             if end > len(ids) or (ids[start:end] != self.token).any() or (end < len(ids) and ids[end] == self.token):
-                raise ConfigError(f"image {len(found) + 1} of a sample is {end - start} tokens, its ids hold another number at {start}")
+                raise ConfigError(
+                    f"image {len(found) + 1} of a sample is {end - start} tokens, its ids hold another number at"
+                    f" {start}"
+                )
             mask[start:end] = True
             found.append(images[len(found)])
         return mask, found
 
     def in_prompt(self, ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
-        """bool [n]: which of a prompt's `ids` stand for its `images`. Raises EngineError where they do not belong together."""
+        """bool [n]: which of a prompt's `ids` stand for its `images`. Raises EngineError where they do not belong
+        together."""
         try:
             mask, found = self.find(ids, images)
         except ConfigError as error:
@@ -125,12 +142,17 @@ class Vision:
 
 
 def embedded(backbone: Any, input_ids: Tensor, pixels: Pixels, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the language model is given for `input_ids` int64 [b, w], of which `mask` bool [b, w] are images: embeddings [b, w, hidden], position
-    ids int64 [3, b, w] (time, height, width), and int64 [b] by how much the next position differs from the number of tokens."""
+    """What the language model is given for `input_ids` int64 [b, w], of which `mask` bool [b, w] are images: embeddings
+    [b, w, hidden], position ids int64 [3, b, w] (time, height, width), and int64 [b] by how much the next position
+    differs from the number of tokens."""
     embeddings = backbone.get_input_embeddings()(input_ids)
-    features = torch.cat(list(backbone.get_image_features(pixels.values, pixels.grid).pooler_output)).to(embeddings.dtype)
+    features = torch.cat(list(backbone.get_image_features(pixels.values, pixels.grid).pooler_output)).to(
+        embeddings.dtype
+    )
     embeddings = embeddings.masked_scatter(mask[..., None], features)
-    positions, shift = backbone.get_rope_index(input_ids, mask.to(torch.int32), image_grid_thw=pixels.grid, attention_mask=torch.ones_like(input_ids))
+    positions, shift = backbone.get_rope_index(
+        input_ids, mask.to(torch.int32), image_grid_thw=pixels.grid, attention_mask=torch.ones_like(input_ids)
+    )
     return embeddings, positions, shift.reshape(-1)
 
 

@@ -1,4 +1,5 @@
-"""LoRA adapters alone: read from the trainer's offer in this process, written as the PEFT folder that vLLM's workers load."""
+"""LoRA adapters alone: read from the trainer's offer in this process, written as the PEFT folder that vLLM's workers
+load."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Folder:
         self._member: Any = None  # a turnwise_torch.broadcast.Member
 
     def write(self, offer: Offer, timeout: float) -> Path:
-        """The adapters of an offer, by whatever transport they come; blocks. Raises EngineError: the trainer is gone, or silent for `timeout` s."""
+        """The adapters of an offer, by whatever transport they come; blocks. Raises EngineError: the trainer is gone,
+        or silent for `timeout` s."""
         if offer.transport == "safetensors":
             return Path(offer.payload["folder"])
         import torch

@@ -1,4 +1,5 @@
-"""From our configuration to vLLM's engine arguments: names checked against vLLM's own class, sizes for a machine without a GPU."""
+"""From our configuration to vLLM's engine arguments: names checked against vLLM's own class, sizes for a machine
+without a GPU."""
 
 from __future__ import annotations
 
@@ -46,20 +47,33 @@ _CPU_CACHE = 4 * 2**30
 
 def problems(config: VllmConfig, context: InferenceContext) -> list[Problem]:
     """What is wrong with the options, or missing here, known without importing vLLM."""
-    lines = [*_mode_problems(config), *_name_problems(config.engine_args), *_adapter_problems(config, context), *_image_problems(config, context)]
+    lines = [
+        *_mode_problems(config),
+        *_name_problems(config.engine_args),
+        *_adapter_problems(config, context),
+        *_image_problems(config, context),
+    ]
     if config.max_model_len is not None and config.max_model_len < context.sequence_length:
         lines.append(
             Problem(
-                f"{WHERE}.max_model_len", f"{config.max_model_len} is below sequence_length {context.sequence_length}. Fix: leave max_model_len out"
+                f"{WHERE}.max_model_len",
+                f"{config.max_model_len} is below sequence_length {context.sequence_length}. Fix: leave"
+                " max_model_len out",
             )
         )
     if config.enable_sleep_mode and config.mode != "attach":
         if not context.devices:
             lines.append(
-                Problem(f"{WHERE}.enable_sleep_mode", "there is no device memory to give back on a CPU. Fix: false, or name GPUs in device_mapping")
+                Problem(
+                    f"{WHERE}.enable_sleep_mode",
+                    "there is no device memory to give back on a CPU. Fix: false, or name GPUs in device_mapping",
+                )
             )
         elif cpu_build():
-            lack = "needs vLLM for GPUs, and its build for CPUs is installed. Fix: install vLLM for GPUs, or enable_sleep_mode: false"
+            lack = (
+                "needs vLLM for GPUs, and its build for CPUs is installed. Fix: install vLLM for GPUs, or"
+                " enable_sleep_mode: false"
+            )
             lines.append(Problem(f"{WHERE}.enable_sleep_mode", lack, machine=True))
     wanted = config.engine_args.get("data_parallel_size")
     if context.devices:
@@ -73,12 +87,16 @@ def problems(config: VllmConfig, context: InferenceContext) -> list[Problem]:
                     lines.append(
                         Problem(
                             "actor_infer.device_mapping",
-                            f"{len(context.devices)} devices are {engines} engines, and base_url names one server. Fix: leave device_mapping out",
+                            f"{len(context.devices)} devices are {engines} engines, and base_url names one server. Fix:"
+                            " leave device_mapping out",
                         )
                     )
             elif wanted not in (None, engines):
                 lines.append(
-                    Problem(f"{WHERE}.data_parallel_size", f"{wanted}, but {len(context.devices)} devices hold {engines} engines. Fix: leave it out")
+                    Problem(
+                        f"{WHERE}.data_parallel_size",
+                        f"{wanted}, but {len(context.devices)} devices hold {engines} engines. Fix: leave it out",
+                    )
                 )
     elif wanted is not None and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1):
         lines.append(Problem(f"{WHERE}.data_parallel_size", f"{wanted!r} is not a positive integer"))
@@ -87,28 +105,48 @@ def problems(config: VllmConfig, context: InferenceContext) -> list[Problem]:
 
 def _mode_problems(config: VllmConfig) -> Iterator[Problem]:
     if config.mode == "attach" and not config.base_url:
-        yield Problem(f"{WHERE}.base_url", "mode attach needs the server's address. Fix: such as base_url: http://127.0.0.1:8000")
+        yield Problem(
+            f"{WHERE}.base_url", "mode attach needs the server's address. Fix: such as base_url: http://127.0.0.1:8000"
+        )
     if config.mode != "attach" and config.base_url:
         yield Problem(
-            f"{WHERE}.base_url", f"{config.base_url!r} is for mode attach, and mode is {config.mode}. Fix: mode: attach, or leave base_url out"
+            f"{WHERE}.base_url",
+            f"{config.base_url!r} is for mode attach, and mode is {config.mode}. Fix: mode: attach, or leave"
+            " base_url out",
         )
     if config.mode == "attach" and config.base_url:
         yield from endpoint_problems(WHERE, config.base_url, config.api_key_env)
     if config.mode != "attach" and config.api_key_env:
-        yield Problem(f"{WHERE}.api_key_env", f"is for mode attach, and mode is {config.mode}. Fix: mode: attach, or leave api_key_env out")
+        yield Problem(
+            f"{WHERE}.api_key_env",
+            f"is for mode attach, and mode is {config.mode}. Fix: mode: attach, or leave api_key_env out",
+        )
     if config.mode != "server" and config.python_path:
-        yield Problem(f"{WHERE}.python_path", f"is for mode server, and mode is {config.mode}. Fix: mode: server, or leave python_path out")
+        yield Problem(
+            f"{WHERE}.python_path",
+            f"is for mode server, and mode is {config.mode}. Fix: mode: server, or leave python_path out",
+        )
     if config.mode == "attach" and config.engine_args.keys() - {"data_parallel_size"}:
-        yield Problem(WHERE, f"a running server's engine arguments cannot be set from here: {', '.join(config.engine_args)}. Fix: start it with them")
+        yield Problem(
+            WHERE,
+            f"a running server's engine arguments cannot be set from here: {', '.join(config.engine_args)}. Fix: start"
+            " it with them",
+        )
 
 
 def _adapter_problems(config: VllmConfig, context: InferenceContext) -> Iterator[Problem]:
     if context.lora is None:
         return
     if config.load_format == "dummy":
-        yield Problem(f"{WHERE}.load_format", "dummy, but lora_sync: adapter sends no weights of the model itself. Fix: load_format: auto")
+        yield Problem(
+            f"{WHERE}.load_format",
+            "dummy, but lora_sync: adapter sends no weights of the model itself. Fix: load_format: auto",
+        )
     if context.lora.rank > adapters.RANKS[-1]:
-        yield Problem("actor_train.model_args.lora_rank", f"vLLM takes adapters of ranks up to {adapters.RANKS[-1]}. Fix: that, or lora_sync: merged")
+        yield Problem(
+            "actor_train.model_args.lora_rank",
+            f"vLLM takes adapters of ranks up to {adapters.RANKS[-1]}. Fix: that, or lora_sync: merged",
+        )
 
 
 def _image_problems(config: VllmConfig, context: InferenceContext) -> Iterator[Problem]:
@@ -133,7 +171,8 @@ def _name_problems(engine_args: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def argument_names() -> frozenset[str] | None:
-    """The names of vLLM's `AsyncEngineArgs`, read from its source because importing vLLM takes seconds; None where it is not installed."""
+    """The names of vLLM's `AsyncEngineArgs`, read from its source because importing vLLM takes seconds; None where it
+    is not installed."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -146,7 +185,9 @@ def argument_names() -> frozenset[str] | None:
         for node in classes
         if node.name in ("EngineArgs", "AsyncEngineArgs")
         for statement in node.body
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and not statement.target.id.startswith("_")
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and not statement.target.id.startswith("_")
     )
 
 
@@ -183,7 +224,13 @@ def engine_arguments(config: VllmConfig, context: InferenceContext, cpu: bool) -
         "weight_transfer_config": {"backend": TRANSFER},
         "worker_extension_cls": EXTENSION,
     }
-    optional = ("kv_cache_memory_bytes", "block_size", "enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens")
+    optional = (
+        "kv_cache_memory_bytes",
+        "block_size",
+        "enable_prefix_caching",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+    )
     arguments |= {name: value for name in optional if (value := getattr(config, name)) is not None}
     if config.devices_per_engine > 1:
         # In an actor of the runtime ray vLLM would have Ray start its workers, on devices of others.
@@ -199,13 +246,17 @@ def engine_arguments(config: VllmConfig, context: InferenceContext, cpu: bool) -
         arguments.setdefault("max_num_seqs", context.infer_batch_size or _CPU_SEQUENCES)
         arguments.setdefault("kv_cache_memory_bytes", cache_bytes(config, context, longest, arguments["max_num_seqs"]))
     else:
-        arguments |= {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": config.enable_sleep_mode}
+        arguments |= {
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enable_sleep_mode": config.enable_sleep_mode,
+        }
     # data_parallel_size is there already: `replicas` read it.
     return arguments | {name: value for name, value in config.engine_args.items() if name != "data_parallel_size"}
 
 
 def replicas(config: VllmConfig, context: InferenceContext) -> int:
-    """How many copies of the model the engine holds: as many as the devices hold, or what data_parallel_size says where there are none."""
+    """How many copies of the model the engine holds: as many as the devices hold, or what data_parallel_size says where
+    there are none."""
     if context.devices and config.mode != "attach":
         return config.data_parallel_size(len(context.devices))
     return int(config.engine_args.get("data_parallel_size", 1))
@@ -218,7 +269,9 @@ def cache_bytes(config: VllmConfig, context: InferenceContext, longest: int, seq
     """
     model = facts(Path(str(context.model)))
     heads = model.get("num_key_value_heads") or model["num_attention_heads"]
-    token = 2 * model["num_hidden_layers"] * heads * head_size(model) * BYTES[context.dtype] // config.devices_per_engine
+    token = (
+        2 * model["num_hidden_layers"] * heads * head_size(model) * BYTES[context.dtype] // config.devices_per_engine
+    )
     block = config.block_size or _CPU_BLOCK
     sequence = -(-longest // block) * block * max(token, 1)
     return max(min(sequences * sequence, _CPU_CACHE), 2 * sequence)
@@ -232,7 +285,8 @@ def head_size(model: Mapping[str, Any]) -> int:
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
 """No statistics sent, no reports of progress between our own lines, nothing fetched: the model is a folder that is there."""
 _CPU_ENVIRONMENT = {
-    # Threads are not pinned to cores, which the trainer of the same machine needs too; spinning threads of two processes slow both down.
+    # Threads are not pinned to cores, which the trainer of the same machine needs too; spinning threads of two
+    # processes slow both down.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
@@ -255,7 +309,8 @@ def environment(config: VllmConfig, cpu: bool) -> dict[str, str]:
     if cpu:
         values |= _CPU_ENVIRONMENT
         if config.enforce_eager is not False:
-            # vLLM compiles a part of its sampler even then, which takes a C++ compiler and many seconds of the first request.
+            # vLLM compiles a part of its sampler even then, which takes a C++ compiler and many seconds of the first
+            # request.
             values["TORCH_COMPILE_DISABLE"] = "1"
         if config.devices_per_engine == 1:
             # The worker lives in the engine's process: one process fewer to start.
@@ -265,7 +320,8 @@ def environment(config: VllmConfig, cpu: bool) -> dict[str, str]:
 
 @contextmanager
 def applied(values: Mapping[str, str]) -> Iterator[None]:
-    """`values` in this process's environment while the engine starts; afterwards they, and what vLLM sets itself, are as they were."""
+    """`values` in this process's environment while the engine starts; afterwards they, and what vLLM sets itself, are
+    as they were."""
     before = {name: os.environ.get(name) for name in (*values, *_SET_BY_VLLM)}
     os.environ.update(values)
     try:

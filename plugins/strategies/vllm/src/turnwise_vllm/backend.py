@@ -1,4 +1,5 @@
-"""Inference with vLLM: requests in token ids to an engine in this process or to a server, weights taken in place between two tokens."""
+"""Inference with vLLM: requests in token ids to an engine in this process or to a server, weights taken in place
+between two tokens."""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ TAGS: Mapping[DeviceMemory, str] = {"weights": "weights", "cache": "kv_cache"}
 class VllmBackend:
     """`turnwise.contracts.inference.InferenceBackend` with vLLM.
 
-    The engine starts at the first use. Equal seeds, weights and ids give equal tokens in any batch, beyond rounding. Tokens sampled before
-    an update keep their version; those after it are sampled from a cache that was computed again with the new weights.
+    The engine starts at the first use. Equal seeds, weights and ids give equal tokens in any batch, beyond rounding.
+    Tokens sampled before an update keep their version; those after it are sampled from a cache that was computed again
+    with the new weights.
     """
 
     input: Literal["ids", "messages"] = "ids"
@@ -44,7 +46,10 @@ class VllmBackend:
     def __init__(self, config: VllmConfig, context: InferenceContext) -> None:
         """Raises ConfigError or MachineError; nothing is started."""
         if context.model is None or context.chat is None:
-            raise ConfigError("actor_infer: the vllm backend needs a model and its chat. Fix: name a folder, a hub id or a recipe as pretrain")
+            raise ConfigError(
+                "actor_infer: the vllm backend needs a model and its chat. Fix: name a folder, a hub id or a recipe as"
+                " pretrain"
+            )
         refuse(problems(config, context))
         self._config, self._context = config, context
         self._chat: Chat = context.chat
@@ -79,13 +84,15 @@ class VllmBackend:
         return problems(config, context)
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one response. Raises EngineError: a prompt without room or with ids outside the vocabulary, an engine that is gone."""
+        """Sample one response. Raises EngineError: a prompt without room or with ids outside the vocabulary, an engine
+        that is gone."""
         ids = prompt_ids(request, self._vocabulary, self._longest)
         pictures = await self._seen(ids, request)
         self._refuse()
         if self._empty:
             raise EngineError(
-                "load_format is dummy and no weights have come yet. Fix: load_format: auto, or a weight update before the first request"
+                "load_format is dummy and no weights have come yet. Fix: load_format: auto, or a weight update before"
+                " the first request"
             )
         engine = await self._started()
         fields = sampling(request, self._longest - len(ids), self._chat.stop_ids)
@@ -99,11 +106,11 @@ class VllmBackend:
         """Nothing to do: vLLM batches what is there at every token."""
 
     async def receive(self, offer: Offer) -> int:
-        """Take the offered weights in place: `shared_memory` or `process_group` (payload of turnwise_torch.stream or .broadcast), or `safetensors`
-        (payload `folder`).
+        """Take the offered weights in place: `shared_memory` or `process_group` (payload of turnwise_torch.stream or
+        .broadcast), or `safetensors` (payload `folder`).
 
-        Between two tokens; the cache of the old weights is dropped, and sequences in progress are read again. Raises EngineError; after a
-        failed update the engine holds a mixture, so requests fail until a whole one has come.
+        Between two tokens; the cache of the old weights is dropped, and sequences in progress are read again. Raises
+        EngineError; after a failed update the engine holds a mixture, so requests fail until a whole one has come.
         """
         check_offer(offer, "vLLM", self.transports(self._config, self._context), self._context.lora)
         if "weights" in self._asleep:
@@ -116,7 +123,9 @@ class VllmBackend:
         except BaseException:
             # A cancelled update leaves a mixture as a failed one does, so BaseException.
             held = "a mixture of weights" if self._adapters is None else "nobody knows which adapters"
-            self._broken = f"the last weight update failed, so the engine holds {held}. Fix: a whole update, or another start"
+            self._broken = (
+                f"the last weight update failed, so the engine holds {held}. Fix: a whole update, or another start"
+            )
             self._running.break_off(self._broken)
             raise
         finally:
@@ -132,9 +141,15 @@ class VllmBackend:
             await self._load_adapters(engine, folder)
             await engine.control("set_version", new_version=str(offer.version))
         else:
-            where = {"folder": str(offer.payload["folder"])} if offer.transport == "safetensors" else {"payload": dict(offer.payload)}
+            where = (
+                {"folder": str(offer.payload["folder"])}
+                if offer.transport == "safetensors"
+                else {"payload": dict(offer.payload)}
+            )
             await engine.control("start_update")
-            await engine.control("update", info={**where, "transport": offer.transport, "timeout": self._context.weight_sync_timeout})
+            await engine.control(
+                "update", info={**where, "transport": offer.transport, "timeout": self._context.weight_sync_timeout}
+            )
             await engine.control("finish_update", version=str(offer.version))
         # Last of all: the caches of prompts and of responses in progress were computed with the old weights.
         if not await engine.control("reset_cache"):
@@ -148,7 +163,9 @@ class VllmBackend:
         """Every worker reports for which modules it has no place; with pipeline stages another worker may."""
         unplaced = await engine.control("load_adapters", folder=str(folder))
         if left := set.intersection(*map(set, unplaced)):
-            raise EngineError(f"vLLM has no adapters for {listed(sorted(left))}. Fix: another lora_target, or lora_sync: merged")
+            raise EngineError(
+                f"vLLM has no adapters for {listed(sorted(left))}. Fix: another lora_target, or lora_sync: merged"
+            )
 
     async def pause(self) -> None:
         """Stop sampling between two tokens; requests are kept."""
@@ -166,7 +183,8 @@ class VllmBackend:
         self._running.abort(request)
 
     async def sleep(self) -> None:
-        """Give the device memory back: the weights go to the host's memory, the cache is dropped. Raises EngineError where vLLM cannot.
+        """Give the device memory back: the weights go to the host's memory, the cache is dropped. Raises EngineError
+        where vLLM cannot.
 
         On a CPU there is no device memory, and nothing moves.
         """
@@ -215,7 +233,11 @@ class VllmBackend:
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> Engine:
-        engine: Engine = LocalEngine(self._config, self._context) if self._config.mode == "in_process" else ServedEngine(self._config, self._context)
+        engine: Engine = (
+            LocalEngine(self._config, self._context)
+            if self._config.mode == "in_process"
+            else ServedEngine(self._config, self._context)
+        )
         try:
             await engine.start()
             if self._adapters is not None:
@@ -228,7 +250,8 @@ class VllmBackend:
         return engine
 
     async def _seen(self, ids: np.ndarray, request: Request) -> list[Picture]:
-        """The request's images. Raises EngineError: a model of text alone, or ids that do not fit them; ConfigError: images not understood."""
+        """The request's images. Raises EngineError: a model of text alone, or ids that do not fit them; ConfigError:
+        images not understood."""
         if not request.images:
             return []
         if self._pictures is None:

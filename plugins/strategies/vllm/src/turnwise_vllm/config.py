@@ -16,13 +16,14 @@ RUNTIME_BYTES = 1_500_000_000
 
 @frozen
 class VllmConfig:
-    """Where the engine runs (`mode`, `base_url`, `api_key_env`, the time limits), then vLLM's engine arguments by their own names; those
-    without a field here are collected in `engine_args`.
+    """Where the engine runs (`mode`, `base_url`, `api_key_env`, the time limits), then vLLM's engine arguments by their
+    own names; those without a field here are collected in `engine_args`.
 
-    `mode`: `in_process` (an AsyncLLM of this process), `server` (a server started for the run), `attach` (the server at `base_url`, whose
-    key, if it has one, is in the environment variable `api_key_env`).
-    `logprobs_mode`: which log-probs vLLM computes; the README says for which requests they are the trainer's. `enforce_eager` None: yes
-    on a CPU, no on GPUs. `python_path`: folders that the server of mode `server` imports from before its own.
+    `mode`: `in_process` (an AsyncLLM of this process), `server` (a server started for the run), `attach` (the server at
+    `base_url`, whose key, if it has one, is in the environment variable `api_key_env`).
+    `logprobs_mode`: which log-probs vLLM computes; the README says for which requests they are the trainer's.
+    `enforce_eager` None: yes on a CPU, no on GPUs. `python_path`: folders that the server of mode `server` imports from
+    before its own.
     """
 
     mode: Literal["in_process", "server", "attach"] = "in_process"
@@ -53,7 +54,11 @@ class VllmConfig:
         awake = self.mode != "attach" and not self.enable_sleep_mode
         return BackendCapabilities(
             adapters=True,
-            cannot_sleep="vLLM starts without sleep mode. Fix: strategy_config.enable_sleep_mode: true, or devices of its own" if awake else "",
+            cannot_sleep=(
+                "vLLM starts without sleep mode. Fix: strategy_config.enable_sleep_mode: true, or devices of its own"
+                if awake
+                else ""
+            ),
             attached=self.base_url is not None,
             devices_per_engine=self.devices_per_engine,
             data_parallel_size=self.data_parallel_size,
@@ -68,14 +73,18 @@ class VllmConfig:
     def data_parallel_size(self, world: int) -> int:
         """How many engines `world` devices hold. Raises ValueError where they cannot be divided so."""
         if world % self.devices_per_engine:
-            sizes = f"tensor_parallel_size {self.tensor_parallel_size} × pipeline_parallel_size {self.pipeline_parallel_size}"
+            sizes = (
+                f"tensor_parallel_size {self.tensor_parallel_size} × pipeline_parallel_size"
+                f" {self.pipeline_parallel_size}"
+            )
             raise ValueError(f"{world} devices are not divisible by {sizes}")
         return world // self.devices_per_engine
 
     def memory(self, facts: Mapping[str, Any]) -> dict[str, int]:
         """Bytes on one device while sampling: `weights`, `kv_cache` and what the engine needs itself (`activations`).
 
-        `facts`: `parameters` (a count), `dtype`, `device_bytes` (memory of one device). The cache gets what gpu_memory_utilization leaves.
+        `facts`: `parameters` (a count), `dtype`, `device_bytes` (memory of one device). The cache gets what
+        gpu_memory_utilization leaves.
         """
         weights = int(facts["parameters"]) * BYTES[facts["dtype"]] // self.devices_per_engine
         # The share is of the whole device: weights and the engine's own needs come out of it.

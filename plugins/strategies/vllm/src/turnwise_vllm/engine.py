@@ -25,19 +25,22 @@ _CALL_FAILED = " method failed: "
 
 
 class Engine(Protocol):
-    """What the backend needs of a vLLM, wherever it runs. Once started, every method raises EngineLost when the engine has ended."""
+    """What the backend needs of a vLLM, wherever it runs. Once started, every method raises EngineLost when the engine
+    has ended."""
 
     async def start(self) -> None:
         """Start it, or find it."""
         ...
 
-    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture], copy: int | None) -> Answer:
+    async def generate(
+        self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture], copy: int | None
+    ) -> Answer:
         """Sample one response with the data parallel copy of that number (None: there is one); cancelling aborts it."""
         ...
 
     async def control(self, step: str, **arguments: Any) -> Any:
-        """One of pause, resume, start_update, update, finish_update, begin_adapters, load_adapters, reset_cache, version, set_version,
-        sleep, wake."""
+        """One of pause, resume, start_update, update, finish_update, begin_adapters, load_adapters, reset_cache,
+        version, set_version, sleep, wake."""
         ...
 
     async def close(self) -> None:
@@ -63,11 +66,17 @@ class LocalEngine:
             # vLLM gives up at start_timeout by itself, and says more; this one is for a start that hangs elsewhere.
             self._llm = await self._run(self._build(), self._config.start_timeout + 60, "the start")
         except TimeoutError as error:
-            raise EngineError(f"vLLM did not start within start_timeout = {self._config.start_timeout:g} s. Fix: raise start_timeout") from error
+            raise EngineError(
+                f"vLLM did not start within start_timeout = {self._config.start_timeout:g} s. Fix: raise start_timeout"
+            ) from error
 
-    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture], copy: int | None) -> Answer:
+    async def generate(
+        self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture], copy: int | None
+    ) -> Answer:
         """Raises EngineError."""
-        return await self._run(self._generate(ids, sampling, name, pictures, copy), self._config.request_timeout, "sampling")
+        return await self._run(
+            self._generate(ids, sampling, name, pictures, copy), self._config.request_timeout, "sampling"
+        )
 
     async def control(self, step: str, **arguments: Any) -> Any:
         """Raises EngineError."""
@@ -98,13 +107,18 @@ class LocalEngine:
         self._loop.close()
 
     async def _run(self, work: Coroutine[Any, Any, T], timeout: float, when: str) -> T:
-        """Run `work` on the engine's loop; whatever it raises becomes one EngineError. `when`: the phase that the error names."""
+        """Run `work` on the engine's loop; whatever it raises becomes one EngineError. `when`: the phase that the error
+        names."""
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop)), timeout)
+            return await asyncio.wait_for(
+                asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop)), timeout
+            )
         except TurnwiseError:
             raise
         except TimeoutError as error:
-            raise EngineError(f"vLLM did not answer within {timeout:g} s (request_timeout for a response, weight_sync_timeout else)") from error
+            raise EngineError(
+                f"vLLM did not answer within {timeout:g} s (request_timeout for a response, weight_sync_timeout else)"
+            ) from error
         # vLLM raises its own errors, those of its libraries and those of its workers.
         except Exception as error:
             if self._llm is not None and self._llm.errored:
@@ -127,7 +141,11 @@ class LocalEngine:
             # Whatever vLLM refuses, in whatever of its libraries' errors.
             except Exception as error:
                 reported = MEMORY.explained(f"vLLM did not start: {_words(error)}", chain(error), "the start")
-                elsewhere = f"; where they name memory, lower {KEYS} of actor_infer" if "initialization failed" in reported else ""
+                elsewhere = (
+                    f"; where they name memory, lower {KEYS} of actor_infer"
+                    if "initialization failed" in reported
+                    else ""
+                )
                 raise EngineError(f"{reported}. Its own messages above may say more{elsewhere}") from error
         # vLLM's own label for its first weights is no number; ours count from 0.
         await llm.update_weight_version("0")
@@ -135,14 +153,18 @@ class LocalEngine:
             await llm.collective_rpc("prepare_pipeline")
         return llm
 
-    async def _generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture], copy: int | None) -> Answer:
+    async def _generate(
+        self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture], copy: int | None
+    ) -> Answer:
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         chosen = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
         lora = LoRARequest(adapters.NAME, adapters.NUMBER, self._adapters) if self._adapters else None
         final = None
-        async for output in self._llm.generate(engine_input(ids, pictures), chosen, name, lora_request=lora, data_parallel_rank=copy):
+        async for output in self._llm.generate(
+            engine_input(ids, pictures), chosen, name, lora_request=lora, data_parallel_rank=copy
+        ):
             final = output
         if final is None:
             raise EngineError("vLLM ended a request without an answer")
@@ -204,7 +226,8 @@ async def _silence(llm: Any) -> None:
 
 
 def check_head_size(folder: Path) -> None:
-    """Raises ConfigError for a model whose attention heads vLLM has no CPU kernel for; its own message would come from another process."""
+    """Raises ConfigError for a model whose attention heads vLLM has no CPU kernel for; its own message would come from
+    another process."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     known, size = CPUAttentionBackend.get_supported_head_sizes(), head_size(facts(folder))
@@ -220,7 +243,10 @@ def _died(error: Exception, when: str) -> str:
     reported = MEMORY.explained("vLLM's engine died", chain(error), when)
     if reported != "vLLM's engine died":
         return reported
-    return f"{reported}, in {when} of actor_infer. Its own messages above say why. Fix: after an out-of-memory lower {KEYS}"
+    return (
+        f"{reported}, in {when} of actor_infer. Its own messages above say why. Fix: after an out-of-memory lower"
+        f" {KEYS}"
+    )
 
 
 def _failed(error: Exception) -> str:

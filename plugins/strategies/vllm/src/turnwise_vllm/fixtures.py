@@ -1,4 +1,5 @@
-"""What the conformance kit needs to test the backend: a tiny model, one server for all tests, and log-probs computed the plain way."""
+"""What the conformance kit needs to test the backend: a tiny model, one server for all tests, and log-probs computed
+the plain way."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def attach(to: Server, **options: Any) -> VllmConfig:
 
 
 def backend_fixture() -> dict[str, Any]:
-    """`config` (attached to one server for all tests), `context`, `reference_logprobs(ids, temperature)`, `offer(version)`, `request(seed, …)`."""
+    """`config` (attached to one server for all tests), `context`, `reference_logprobs(ids, temperature)`,
+    `offer(version)`, `request(seed, …)`."""
     context = model_context()
     assert context.model is not None
     assert context.chat is not None

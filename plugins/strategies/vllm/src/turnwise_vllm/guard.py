@@ -1,4 +1,5 @@
-"""The key of a vLLM server that a run started, asked for on every route: vLLM's own check leaves out those of weights, pauses and workers."""
+"""The key of a vLLM server that a run started, asked for on every route: vLLM's own check leaves out those of weights,
+pauses and workers."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ App = Callable[[Mapping[str, Any], Any, Any], Awaitable[None]]
 
 
 class Guard:
-    """ASGI middleware (vLLM's `--middleware`): 401 for whoever lacks the key, but for the question whether the server is up."""
+    """ASGI middleware (vLLM's `--middleware`): 401 for whoever lacks the key, but for the question whether the server
+    is up."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -30,5 +32,7 @@ class Guard:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"application/json")]})
+            await send(
+                {"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"application/json")]}
+            )
             await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})

@@ -1,4 +1,5 @@
-"""Images as vLLM's engine takes them: pixel values of the trainer's own processor, and where in the prompt's ids they stand."""
+"""Images as vLLM's engine takes them: pixel values of the trainer's own processor, and where in the prompt's ids they
+stand."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from turnwise_serving.engine import turnwise_child
 
 @frozen(eq=False)
 class Picture:
-    """One image of a prompt: its run of ids (`offset`, `length`), `values` float32 [patches, features], `grid` int64 [3], `digest` of its pixels."""
+    """One image of a prompt: its run of ids (`offset`, `length`), `values` float32 [patches, features], `grid` int64
+    [3], `digest` of its pixels."""
 
     offset: int
     length: int
@@ -90,11 +92,12 @@ def features(pictures: Sequence[Picture]) -> dict[str, Any]:
 
 
 def declare_torchvision() -> None:
-    """What a CPU build of torch lacks for torchvision's wheel, declared before torchvision is imported: in this process, and in the one in which
-    vLLM inspects a model's class, which knows nothing of this one."""
+    """What a CPU build of torch lacks for torchvision's wheel, declared before torchvision is imported: in this
+    process, and in the one in which vLLM inspects a model's class, which knows nothing of this one."""
     if not turnwise_child.declare_torchvision():
         return
     from vllm.model_executor.models import registry
 
-    # vLLM looks at a model's class in a process of its own, once for a cache folder: its program is replaced by one that declares them, too.
+    # vLLM looks at a model's class in a process of its own, once for a cache folder: its program is replaced by one
+    # that declares them, too.
     registry._SUBPROCESS_COMMAND = [sys.executable, "-m", "turnwise_vllm.inspection"]

@@ -1,4 +1,5 @@
-"""The process in which vLLM inspects a model's class, with what a CPU build lacks for images; its work comes by standard input."""
+"""The process in which vLLM inspects a model's class, with what a CPU build lacks for images; its work comes by
+standard input."""
 
 from __future__ import annotations
 

@@ -9,7 +9,10 @@ MEMORY = Memory(
     share="gpu_memory_utilization",
     keys=KEYS,
     cache=r"No available memory for the cache blocks|larger than the available KV cache memory",
-    cache_fix="lower max_model_len, max_num_batched_tokens or max_num_seqs, or raise gpu_memory_utilization (kv_cache_memory_bytes, where it is set)",
+    cache_fix=(
+        "lower max_model_len, max_num_batched_tokens or max_num_seqs, or raise gpu_memory_utilization"
+        " (kv_cache_memory_bytes, where it is set)"
+    ),
     routes={WAKE: ("wake", "sleep"), UPDATE: ("weight", "update", "lora", "adapters", "rpc")},
     host="kv_cache_memory_bytes or max_num_seqs",
     special={"less than requested memory for kv": "kv_cache_memory_bytes or max_num_seqs"},

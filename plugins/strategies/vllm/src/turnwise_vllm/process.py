@@ -35,11 +35,15 @@ class Server(ServerProcess):
         """Start it, without waiting until it answers."""
         port, cpu = free_port(), cpu_build()
         super().__init__(port)
-        self.start(server_command(engine_arguments(config, context, cpu), port), server_environment(config, context, cpu, self.key))
+        self.start(
+            server_command(engine_arguments(config, context, cpu), port),
+            server_environment(config, context, cpu, self.key),
+        )
 
 
 def server_environment(config: VllmConfig, context: InferenceContext, cpu: bool, key: str) -> dict[str, str]:
-    """The server's environment: this process's, with what the engine needs, the routes of weights and pauses, the key, and the role's devices."""
+    """The server's environment: this process's, with what the engine needs, the routes of weights and pauses, the key,
+    and the role's devices."""
     variables = {**os.environ, **environment(config, cpu), "VLLM_SERVER_DEV_MODE": "1", KEY: key}
     if context.lora is not None:
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -52,7 +56,16 @@ def server_environment(config: VllmConfig, context: InferenceContext, cpu: bool,
 
 def server_command(arguments: Mapping[str, Any], port: int) -> list[str]:
     """The command line of vLLM's server with these engine arguments."""
-    command = [sys.executable, "-m", "turnwise_vllm.serve", "--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
+    command = [
+        sys.executable,
+        "-m",
+        "turnwise_vllm.serve",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--enable-scale-out",
+    ]
     command += ["--middleware", "turnwise_vllm.guard.Guard"]
     for name, value in arguments.items():
         option = f"--{name.replace('_', '-')}"

@@ -1,4 +1,5 @@
-"""One request and its answer, in our terms and in vLLM's: ids checked, sampling parameters, log-probs by our definition, versions."""
+"""One request and its answer, in our terms and in vLLM's: ids checked, sampling parameters, log-probs by our
+definition, versions."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ COLDEST = 0.01
 
 @frozen(eq=False)
 class Answer:
-    """What vLLM sampled: `ids`, `logprobs` of each (as its logprobs_mode has them), `spans` (version, start, end), and its own reason."""
+    """What vLLM sampled: `ids`, `logprobs` of each (as its logprobs_mode has them), `spans` (version, start, end), and
+    its own reason."""
 
     ids: list[int]
     logprobs: list[float]
@@ -29,13 +31,14 @@ class Answer:
 
 
 def prompt_ids(request: Request, vocabulary: int, longest: int) -> np.ndarray:
-    """The request's ids, int32. Raises EngineError for what vLLM must not see (turnwise.contracts.inference.checked_ids), and for a temperature
-    that it does not sample at."""
+    """The request's ids, int32. Raises EngineError for what vLLM must not see
+    (turnwise.contracts.inference.checked_ids), and for a temperature that it does not sample at."""
     ids = checked_ids(request, "vllm", vocabulary, longest, limit=f"{longest} tokens")
     if 0 < request.args.temperature < COLDEST:
         where = f" (request of {request.tag})" if request.tag else ""
         raise EngineError(
-            f"temperature {request.args.temperature} is below {COLDEST}, the lowest that vLLM samples at{where}. Fix: 0 (greedy), or more"
+            f"temperature {request.args.temperature} is below {COLDEST}, the lowest that vLLM samples at{where}. Fix: 0"
+            " (greedy), or more"
         )
     return ids
 
@@ -63,7 +66,8 @@ def sampling(request: Request, room: int, stop_ids: Sequence[int]) -> dict[str, 
 
 
 def are_ours(args: GeneratingArgs, mode: str) -> bool:
-    """Whether vLLM's log-probs under `mode` are of log_softmax(logits / temperature) over the whole vocabulary (greedy: temperature 1).
+    """Whether vLLM's log-probs under `mode` are of log_softmax(logits / temperature) over the whole vocabulary (greedy:
+    temperature 1).
 
     Processed ones are taken after truncation, raw ones before the temperature.
     """
@@ -78,6 +82,11 @@ def generation(answer: Answer, request: Request, chat: Chat, mode: str) -> Gener
     # None where they are of another definition: the trainer then computes its own.
     logprobs = float32(answer.logprobs) if are_ours(request.args, mode) else None
     if not np.isfinite(answer.logprobs).all():
-        raise EngineError("the model's logits are not finite, so nothing can be sampled. Fix: look at the last updates (learning rate, dtype)")
+        raise EngineError(
+            "the model's logits are not finite, so nothing can be sampled. Fix: look at the last updates (learning"
+            " rate, dtype)"
+        )
     finish: Any = answer.finish if answer.finish in ("length", "abort") else "stop"
-    return Generation(cut(chat.decode(ids), request.args), ids, logprobs, token_versions(answer.spans, len(ids), "vLLM"), finish)
+    return Generation(
+        cut(chat.decode(ids), request.args), ids, logprobs, token_versions(answer.spans, len(ids), "vLLM"), finish
+    )

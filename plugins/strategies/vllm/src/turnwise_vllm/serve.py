@@ -1,4 +1,5 @@
-"""vLLM's server as a child of a run: it ends with its parent, and has what a CPU build lacks for images. Its own children import this first."""
+"""vLLM's server as a child of a run: it ends with its parent, and has what a CPU build lacks for images. Its own
+children import this first."""
 
 from __future__ import annotations
 

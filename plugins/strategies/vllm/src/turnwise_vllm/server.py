@@ -48,7 +48,8 @@ class ServedEngine:
         self._version: str | None = None
 
     async def start(self) -> None:
-        """Raises EngineError (nothing answers in time) or ConfigError (the server there was started otherwise than this run needs)."""
+        """Raises EngineError (nothing answers in time) or ConfigError (the server there was started otherwise than this
+        run needs)."""
         if self._config.mode == "server":
             self._process = Server(self._config, self._context)
             self._address = self._process.url
@@ -68,7 +69,9 @@ class ServedEngine:
             if cpu_build() and self._config.pipeline_parallel_size > 1:
                 await self._post("/collective_rpc", {"method": "prepare_pipeline"}, _PROBE)
 
-    async def generate(self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture], copy: int | None) -> Answer:
+    async def generate(
+        self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture], copy: int | None
+    ) -> Answer:
         """Raises EngineError. Cancelling closes the connection, and the server drops the request."""
         body: dict[str, Any] = {"request_id": name, "token_ids": ids, "sampling_params": sampling}
         if pictures:
@@ -93,7 +96,11 @@ class ServedEngine:
                 await self._post("/reset_encoder_cache", {}, timeout)
                 return (await self._post("/reset_prefix_cache?reset_running_requests=true", {}, timeout))["success"]
             case "load_adapters":
-                return (await self._post("/collective_rpc", {"method": "load_adapters", "args": [arguments["folder"]]}, timeout))["results"]
+                return (
+                    await self._post(
+                        "/collective_rpc", {"method": "load_adapters", "args": [arguments["folder"]]}, timeout
+                    )
+                )["results"]
             case "begin_adapters":
                 return await self._begin_adapters(timeout)
             case "start_update":
@@ -108,17 +115,22 @@ class ServedEngine:
         return await self._post(f"{path}?{urlencode(query)}" if query else path, arguments, timeout)
 
     async def _begin_adapters(self, timeout: float) -> None:
-        """The server learns the adapters' name, which requests give as their model; what is behind it is replaced in the workers."""
+        """The server learns the adapters' name, which requests give as their model; what is behind it is replaced in
+        the workers."""
         await self._post("/collective_rpc", {"method": "begin_adapters", "args": [1]}, timeout)
         try:
-            await self._post("/v1/load_lora_adapter", {"lora_name": adapters.NAME, "lora_path": adapters.ZEROS}, timeout)
+            await self._post(
+                "/v1/load_lora_adapter", {"lora_name": adapters.NAME, "lora_path": adapters.ZEROS}, timeout
+            )
         except _AlreadyLoaded:
             return
         except EngineLost:
             raise
         # Ours are not its first, so it gave them another number, under which the workers have none.
         except EngineError as error:
-            raise EngineError(f"the vLLM server at {self._address} has had other adapters before this run's. Fix: start it anew") from error
+            raise EngineError(
+                f"the vLLM server at {self._address} has had other adapters before this run's. Fix: start it anew"
+            ) from error
 
     async def close(self) -> None:
         """Close the connections; stop the server if the run started it."""
@@ -142,11 +154,15 @@ class ServedEngine:
             wanted = adapters.engine_arguments(self._context.lora)["max_lora_rank"]
             rank = (config.get("lora_config") or {}).get("max_lora_rank", 0)
             if rank < wanted:
-                wrong.append(f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 before it and --enable-lora --max-lora-rank {wanted} after it")
+                wrong.append(
+                    f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 before it and --enable-lora --max-lora-rank {wanted} after it"
+                )
         if model["logprobs_mode"] != self._config.logprobs_mode:
             wrong.append(f"--logprobs-mode {self._config.logprobs_mode} (it has {model['logprobs_mode']})")
         if transfer.get("backend") != TRANSFER:
-            wrong.append(f"""--weight-transfer-config '{{"backend": "{TRANSFER}"}}' --worker-extension-cls {EXTENSION}""")
+            wrong.append(
+                f"""--weight-transfer-config '{{"backend": "{TRANSFER}"}}' --worker-extension-cls {EXTENSION}"""
+            )
         if (model.get("multimodal_config") or {}).get("mm_device_do_normalize"):
             wrong.append("--no-mm-device-do-normalize")
         longest = self._config.max_model_len or self._context.sequence_length
@@ -158,7 +174,9 @@ class ServedEngine:
                 where = f"the vLLM server at {self._address} has {key} {parallel[key]}, the configuration {sizes[key]}"
                 raise ConfigError(f"{where}. Fix: write the server's into strategy_config")
         if wrong:
-            raise ConfigError(f"the vLLM server at {self._address} does not fit this run. Fix: start it with {' '.join(wrong)}")
+            raise ConfigError(
+                f"the vLLM server at {self._address} does not fit this run. Fix: start it with {' '.join(wrong)}"
+            )
 
     async def _get(self, path: str, timeout: float) -> Any:
         return await self._ask("GET", path, None, timeout)
@@ -166,7 +184,9 @@ class ServedEngine:
     async def _post(self, path: str, body: Any, timeout: float, headers: Mapping[str, str] | None = None) -> Any:
         return await self._ask("POST", path, body, timeout, headers)
 
-    async def _ask(self, method: str, path: str, body: Any, timeout: float, headers: Mapping[str, str] | None = None) -> Any:
+    async def _ask(
+        self, method: str, path: str, body: Any, timeout: float, headers: Mapping[str, str] | None = None
+    ) -> Any:
         if self._client is None:
             raise EngineError(CLOSED)
         if self._lost:

@@ -1,6 +1,7 @@
 """Inside vLLM's workers: new weights are read, completed, and loaded layer by layer over the old ones.
 
-vLLM imports this module in each worker (as its worker extension) and calls `Receiver` through its weight-transfer interface.
+vLLM imports this module in each worker (as its worker extension) and calls `Receiver` through its weight-transfer
+interface.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where to read the weights: by `shared_memory` or `process_group` the `payload` of turnwise_torch.stream or .broadcast, by `safetensors`
-    a `folder`. `timeout`: seconds of silence."""
+    """Where to read the weights: by `shared_memory` or `process_group` the `payload` of turnwise_torch.stream or
+    .broadcast, by `safetensors` a `folder`. `timeout`: seconds of silence."""
 
     transport: str = "safetensors"
     payload: dict[str, Any] = field(default_factory=dict)
@@ -52,12 +53,15 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class Receiver(WeightTransferEngine):
-    """Reads Hugging Face state-dict names. Refuses an update that does not cover the model: what it left out would keep old or no values."""
+    """Reads Hugging Face state-dict names. Refuses an update that does not cover the model: what it left out would keep
+    old or no values."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
-    def __init__(self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._member = Member(torch.device(device))
 
@@ -74,7 +78,8 @@ class Receiver(WeightTransferEngine):
             _forget_expert_kernels(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load all that the trainer offers. Raises EngineError: the trainer is gone, or the update does not cover the model."""
+        """Load all that the trainer offers. Raises EngineError: the trainer is gone, or the update does not cover the
+        model."""
         try:
             if update_info.transport == "safetensors":
                 self._load(_of_folder(Path(update_info.folder)))
@@ -86,7 +91,9 @@ class Receiver(WeightTransferEngine):
                     # A copy: a layer that vLLM pads keeps its tensors to the end, when the shared memory holds others.
                     self._load((name, tensor.clone()) for name, tensor in bucket)
             if missing := [*self._missing_parts(), *self._missing_parameters()]:
-                raise EngineError(f"the weight update lacks {len(missing)} tensors of the model, such as {missing[0]!r}")
+                raise EngineError(
+                    f"the weight update lacks {len(missing)} tensors of the model, such as {missing[0]!r}"
+                )
         except BaseException:
             # Nothing half loaded may wait in the layers for the next update.
             self.finish_weight_update()
@@ -106,7 +113,8 @@ class Receiver(WeightTransferEngine):
             self._loaded = None if loaded is None else self._loaded | set(loaded)
 
     def _completed(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """With tied embeddings the matrix under both of its names: vLLM keeps the output's own (packed) copy, which would stay old."""
+        """With tied embeddings the matrix under both of its names: vLLM keeps the output's own (packed) copy, which
+        would stay old."""
         tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         for name, tensor in weights:
             # It comes with the embedding below, whether the trainer offers it or not.
@@ -118,7 +126,8 @@ class Receiver(WeightTransferEngine):
                 yield _HEAD, tensor
 
     def _missing_parts(self) -> Iterator[str]:
-        """Tensors that vLLM fuses with others which came (query with key and value, all experts): a fused layer in part is garbage."""
+        """Tensors that vLLM fuses with others which came (query with key and value, all experts): a fused layer in part
+        is garbage."""
         for parts in getattr(self.model, "packed_modules_mapping", {}).values():
             for name in sorted(self._names):
                 pieces = name.split(".")
@@ -143,7 +152,8 @@ class Receiver(WeightTransferEngine):
 
 
 def _forget_expert_kernels(model: torch.nn.Module) -> None:
-    """vLLM 0.32 packs experts for its CPU kernels when it first builds these, and reads weights that come later unpacked: have both done again."""
+    """vLLM 0.32 packs experts for its CPU kernels when it first builds these, and reads weights that come later
+    unpacked: have both done again."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -161,7 +171,8 @@ def _of_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 class WorkerExtension:
-    """A base class that vLLM gives its workers; naming it makes every worker import this module. Its methods are called by name."""
+    """A base class that vLLM gives its workers; naming it makes every worker import this module. Its methods are called
+    by name."""
 
     def begin_adapters(self: Any, rank: int) -> None:
         """Zeros for the adapters that requests ask for: until others come, the model serves as if it had none."""
@@ -172,15 +183,23 @@ class WorkerExtension:
         self.add_lora(request)
 
     def load_adapters(self: Any, folder: str) -> list[str]:
-        """Put the PEFT adapters in `folder` in the place of those that requests ask for. Returns the modules that got none of them here.
+        """Put the PEFT adapters in `folder` in the place of those that requests ask for. Returns the modules that got
+        none of them here.
 
         Raises EngineError: vLLM does not take them.
         """
         manager = self.model_runner.lora_manager._adapter_manager
-        known = {part for name in manager.supported_lora_modules for part in manager.packed_modules_mapping.get(name, (name,))}
+        known = {
+            part
+            for name in manager.supported_lora_modules
+            for part in manager.packed_modules_mapping.get(name, (name,))
+        }
         asked = {name.partition(".lora_")[0].rpartition(".")[2] for name, _ in _of_folder(Path(folder))}
         if asked - known:
-            raise EngineError(f"vLLM has no adapters for {listed(sorted(asked - known))}. Known: {listed(sorted(known))}. {_OTHER_TARGET}")
+            raise EngineError(
+                f"vLLM has no adapters for {listed(sorted(asked - known))}. Known: {listed(sorted(known))}."
+                f" {_OTHER_TARGET}"
+            )
         try:
             self.add_lora(LoRARequest(adapters.NAME, adapters.NUMBER, folder, load_inplace=True))
         except ValueError as error:
@@ -191,7 +210,8 @@ class WorkerExtension:
         return sorted(name for name, weights in loaded.loras.items() if id(weights) not in used)
 
     def prepare_pipeline(self: Any) -> None:
-        """Make room for what comes from the stage before this one, which vLLM does in a warm-up that it leaves out on a CPU."""
+        """Make room for what comes from the stage before this one, which vLLM does in a warm-up that it leaves out on a
+        CPU."""
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
             sizes = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}

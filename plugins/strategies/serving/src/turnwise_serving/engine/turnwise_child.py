@@ -1,6 +1,8 @@
-"""The server's side: it ends with the process that started it, and has what a CPU build of its engine lacks. It imports nothing of Turnwise.
+"""The server's side: it ends with the process that started it, and has what a CPU build of its engine lacks. It imports
+nothing of Turnwise.
 
-Engines may run in an interpreter of their own: their launchers find this file by the environment variable TURNWISE_SERVING_ENGINE.
+Engines may run in an interpreter of their own: their launchers find this file by the environment variable
+TURNWISE_SERVING_ENGINE.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _declared: list[Any] = []
 
 
 def end_with_the_starter(clean: Callable[[], None] | None = None, patience: float = 0.0) -> None:
-    """In a thread: end this process group when the starter's end of standard input closes, and remove the server's folder.
+    """In a thread: end this process group when the starter's end of standard input closes, and remove the server's
+    folder.
 
     `clean` runs before; with `patience` the group is asked to end, and killed so many seconds later.
     """
@@ -43,10 +46,11 @@ def _watch(clean: Callable[[], None] | None, patience: float) -> None:
 
 
 def declare_torchvision() -> bool:
-    """Declare the two operators for which torchvision's Python registers fakes, where its compiled part cannot be loaded.
+    """Declare the two operators for which torchvision's Python registers fakes, where its compiled part cannot be
+    loaded.
 
-    The wheel of the package index is linked to CUDA: beside a CPU build of torch it does not import without them. Before torchvision is imported.
-    Returns whether it did so now.
+    The wheel of the package index is linked to CUDA: beside a CPU build of torch it does not import without them.
+    Before torchvision is imported. Returns whether it did so now.
     """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None or _declared:

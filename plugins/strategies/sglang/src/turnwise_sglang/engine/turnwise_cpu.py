@@ -1,8 +1,8 @@
-"""What SGLang's wheel lacks on a machine without CUDA: torchvision's schemas, the native kernel package, seeded sampling in plain torch,
-memory that cannot be pinned.
+"""What SGLang's wheel lacks on a machine without CUDA: torchvision's schemas, the native kernel package, seeded
+sampling in plain torch, memory that cannot be pinned.
 
-Active only where the environment has TURNWISE_SGLANG_CPU=1 (the backend sets it for `device: cpu`). Each part steps back where the real thing
-can be loaded. It imports nothing of Turnwise.
+Active only where the environment has TURNWISE_SGLANG_CPU=1 (the backend sets it for `device: cpu`). Each part steps
+back where the real thing can be loaded. It imports nothing of Turnwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from typing import Any, NoReturn
 
 ON = os.environ.get("TURNWISE_SGLANG_CPU") == "1"
 ATTENTION = "torch_native"
-NAMED = ("fused_sigmoid_mul", "fused_qk_gemma_rmsnorm", "fused_qk_gemma_rmsnorm_with_gate", "fused_qkvzba_split_reshape_cat_contiguous")
+NAMED = (
+    "fused_sigmoid_mul",
+    "fused_qk_gemma_rmsnorm",
+    "fused_qk_gemma_rmsnorm_with_gate",
+    "fused_qkvzba_split_reshape_cat_contiguous",
+)
 """Operators of the kernel package that are looked up when Qwen-VL's modules are imported, though other models alone call them."""
 _libraries: list[Any] = []
 """torch.library keeps definitions only as long as their Library lives."""
@@ -75,19 +80,24 @@ def _missing(name: str) -> Callable[..., NoReturn]:
 
 
 def allow_seeds() -> None:
-    """Let `enable_deterministic_inference` work on a CPU: SGLang's seeded sampling, without its batch-invariant GPU kernels."""
+    """Let `enable_deterministic_inference` work on a CPU: SGLang's seeded sampling, without its batch-invariant GPU
+    kernels."""
     _define_operators()
     from sglang.srt import batch_invariant_ops
     from sglang.srt.arg_groups import choices
 
-    for known in (choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES, choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND):
+    for known in (
+        choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    ):
         if ATTENTION not in known:
             known.append(ATTENTION)
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
 
 
 def _define_operators() -> None:
-    """What the kernel package, the real one or a stand-in, does not define: the hash for seeds, and names that are only looked up."""
+    """What the kernel package, the real one or a stand-in, does not define: the hash for seeds, and names that are only
+    looked up."""
     import sgl_kernel  # type: ignore[import-not-found]  # noqa: F401 - first: to define an operator twice is an error
     import torch
 
@@ -102,7 +112,8 @@ def _define_operators() -> None:
 
 
 def murmur_hash32(seed: Any, positions: Any, columns: Any) -> Any:
-    """MurmurHash3 (32 bits; Appleby 2011) of (seed, position, column): uint32 [n, m] for seeds [n] of 64 bits, positions [n], columns [m]."""
+    """MurmurHash3 (32 bits; Appleby 2011) of (seed, position, column): uint32 [n, m] for seeds [n] of 64 bits,
+    positions [n], columns [m]."""
     import torch
 
     low = 0xFFFFFFFF

@@ -1,9 +1,12 @@
-"""Run by the interpreter that has SGLang: serves, or looks through, the server arguments of one JSON file. It imports nothing of Turnwise.
+"""Run by the interpreter that has SGLang: serves, or looks through, the server arguments of one JSON file. It imports
+nothing of Turnwise.
 
-`turnwise_serve.py check arguments.json` prints {"unknown": [...], "wrong": [...], "known": [...]}. `turnwise_serve.py serve arguments.json`
-serves until its standard input ends: the process that started it holds the other end, so no server outlives it. What SGLang leaves behind
-when it is killed is named after the folder of arguments.json, or lies in its subfolder `tmp`, for whoever cleans up.
-SGLang's own processes are spawned and import this file again, which brings the CPU's preparations into each of them.
+`turnwise_serve.py check arguments.json` prints {"unknown": [...], "wrong": [...], "known": [...]}. `turnwise_serve.py
+serve arguments.json`
+serves until its standard input ends: the process that started it holds the other end, so no server outlives it. What
+SGLang leaves behind when it is killed is named after the folder of arguments.json, or lies in its subfolder `tmp`, for
+whoever cleans up. SGLang's own processes are spawned and import this file again, which brings the CPU's preparations
+into each of them.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ if turnwise_cpu.ON:
 
 
 def check(arguments: dict[str, Any]) -> dict[str, list[str]]:
-    """What SGLang's own argument class has against the arguments: unknown names, and values of a wrong type or outside the choices."""
+    """What SGLang's own argument class has against the arguments: unknown names, and values of a wrong type or outside
+    the choices."""
     import msgspec
     from sglang.srt.server_args import ServerArgs
 
@@ -43,10 +47,17 @@ def check(arguments: dict[str, Any]) -> dict[str, list[str]]:
         except (msgspec.ValidationError, TypeError) as error:
             wrong.append(f"{name}: {value!r}: {error}")
             continue
-        choices = next((c for extra in getattr(fields[name].type, "__metadata__", ()) if (c := getattr(extra, "choices", None))), None)
+        choices = next(
+            (c for extra in getattr(fields[name].type, "__metadata__", ()) if (c := getattr(extra, "choices", None))),
+            None,
+        )
         if isinstance(choices, list | tuple | set) and value is not None and value not in choices:
             wrong.append(f"{name}: {value!r} is none of {', '.join(map(str, choices))}")
-    return {"unknown": [name for name in arguments if name not in fields], "wrong": wrong, "known": [n for n in fields if not n.startswith("_")]}
+    return {
+        "unknown": [name for name in arguments if name not in fields],
+        "wrong": wrong,
+        "known": [n for n in fields if not n.startswith("_")],
+    }
 
 
 def serve(arguments: dict[str, Any], folder: Path) -> None:
@@ -69,7 +80,8 @@ def serve(arguments: dict[str, Any], folder: Path) -> None:
 
 
 def _let_adapters_go() -> None:
-    """A request that is aborted while it waits in SGLang's queue lets go of its adapter, as all others do: unloading would wait for it for ever."""
+    """A request that is aborted while it waits in SGLang's queue lets go of its adapter, as all others do: unloading
+    would wait for it for ever."""
     import asyncio
 
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -81,7 +93,11 @@ def _let_adapters_go() -> None:
         handle(self, aborted)
         held = getattr(state and state.obj, "lora_id", None)
         # After these two SGLang does so itself.
-        if held is not None and aborted.rid not in self.rid_to_state and (aborted.finished_reason or {}).get("status_code") not in (500, 503):
+        if (
+            held is not None
+            and aborted.rid not in self.rid_to_state
+            and (aborted.finished_reason or {}).get("status_code") not in (500, 503)
+        ):
             task = asyncio.ensure_future(self.lora_registry.release(held))
             releasing.add(task)
             task.add_done_callback(releasing.discard)

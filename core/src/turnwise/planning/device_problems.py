@@ -1,0 +1,86 @@
+"""What stands against the devices that a configuration gives its roles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from turnwise.config.schema import RunConfig
+from turnwise.config.updates import strategy_capabilities
+from turnwise.devices import visible_gpus
+from turnwise.errors import pip_install
+from turnwise.planning import assembly
+
+_FEWER = "Fix: use devices that are here"
+
+
+def device_problems(config: RunConfig, role: str) -> list[str]:
+    """GPUs that this machine lacks, where it is this machine's that the runtime would give to the role."""
+    mapping = assembly.role_of(config, role).device_mapping
+    if not assembly.runtime_capabilities(config).counts_devices:
+        return []
+    found = visible_gpus()
+    if mapping and max(mapping) >= found:
+        needed = f"{role}: device_mapping needs {max(mapping) + 1} GPU{'s' if max(mapping) else ''}, found {found}"
+        return [f"{needed}. {_FEWER}"]
+    least = 0 if mapping else assembly.runtime_capabilities(config).least_devices
+    if least > found:
+        needed = (
+            f"{role}: runtime {config.runtime.name!r} gives a role without device_mapping {least}"
+            f" GPU{'s' if least > 1 else ''}, found {found}"
+        )
+        return [f"{needed}. {_FEWER}"]
+    return []
+
+
+def undividable(config: RunConfig, role: str, reported: Sequence[str]) -> list[str]:
+    """Devices that hold no whole number of the engine's copies, if the engine's own check has not reported it."""
+    mapping = assembly.role_of(config, role).device_mapping
+    sampler = role == "actor_infer"
+    known = assembly.backend_capabilities(config) if sampler else strategy_capabilities(assembly.role_of(config, role))
+    size = known.data_parallel_size
+    given = 0 if mapping or role != "actor_infer" else devices_given(config)
+    if size is None or not (mapping or given):
+        return []
+    try:
+        size(len(mapping) or given)
+    except ValueError as error:
+        has = (
+            f" is missing: runtime {config.runtime.name!r} gives such a role {given} GPU{'s' if given > 1 else ''}, and"
+            if given
+            else ":"
+        )
+        return (
+            []
+            if any(str(error) in line for line in reported)
+            else [f"$.{role}.device_mapping{has} {error}. Fix: other sizes, or other devices"]
+        )
+    return []
+
+
+def devices_given(config: RunConfig) -> int:
+    """GPUs that the runtime gives to a sampler that names none; 0: those that the engine finds, or none, as where it is
+    attached to."""
+    return len(assembly.devices(config)["actor_infer"])
+
+
+def sleepless(config: RunConfig, role: str) -> list[str]:
+    """A training role on GPUs that the sampler does not leave when its turn is over."""
+    devices = assembly.devices(config)
+    shared = set(devices[role]) & set(devices["actor_infer"])
+    if role == "actor_infer" or not shared or not assembly.runtime_capabilities(config).counts_devices:
+        return []
+    why = assembly.backend_capabilities(config).cannot_sleep
+    number = ", ".join(map(str, sorted(shared)))
+    return [f"$.actor_infer.device_mapping: {role} uses device {number} in turns with it, and {why}"] if why else []
+
+
+def one_process(config: RunConfig, role: str) -> list[str]:
+    """A training role of several devices where the runtime has one process, which drives one device."""
+    mapping = assembly.role_of(config, role).device_mapping
+    if role == "actor_infer" or len(mapping) < 2 or not assembly.runtime_capabilities(config).one_process:
+        return []
+    return [
+        f"$.{role}.device_mapping: {len(mapping)} devices are as many training processes, and runtime"
+        f" {config.runtime.name!r} has one process: it needs runtime ray. Fix: runtime: ray, or one device;"
+        f" {pip_install('turnwise-ray[ray]')}"
+    ]
