@@ -102,8 +102,9 @@ class Hooks:
 
         >>> @turnwise.hookimpl
         ... def env_managers():
-        ...     return [turnwise.Implementation("debate", "my_plugin.debate:Debate",
-        config="my_plugin.config:DebateConfig")]
+        ...     return [
+        ...         turnwise.Implementation("debate", "my_plugin.debate:Debate", config="my_plugin.config:DebateConfig")
+        ...     ]
         """
 
     @hookspec
@@ -121,8 +122,9 @@ class Hooks:
 
         >>> @turnwise.hookimpl
         ... def train_strategies():
-        ...     return [turnwise.Implementation("my_trainer", "my_plugin.strategy:Strategy",
-        aliases=("my_trainer_train",))]
+        ...     return [
+        ...         turnwise.Implementation("my_trainer", "my_plugin.strategy:Strategy", aliases=("my_trainer_train",))
+        ...     ]
         """
 
     @hookspec
@@ -140,8 +142,9 @@ class Hooks:
 
         >>> @turnwise.hookimpl
         ... def policy_losses():
-        ...     return [turnwise.Implementation("my_loss", "my_plugin.loss:MyLoss",
-        config="my_plugin.config:MyLossConfig")]
+        ...     return [
+        ...         turnwise.Implementation("my_loss", "my_plugin.loss:MyLoss", config="my_plugin.config:MyLossConfig")
+        ...     ]
         """
 
     @hookspec
