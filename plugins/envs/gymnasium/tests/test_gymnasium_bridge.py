@@ -235,6 +235,23 @@ def test_options_that_cannot_be_used_are_told_in_one_line(options: dict[str, Any
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "options", [{"action_names": ["back"]}, {"action_names": ["on", "ON"]}, {"template": "{wind}"}]
+)
+def test_a_bridge_that_cannot_be_made_leaves_no_environment_open(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Corridor] = []
+
+    def close(self: Corridor) -> None:
+        closed.append(self)
+
+    monkeypatch.setattr(Corridor, "close", close)
+    with pytest.raises(ConfigError):
+        GymnasiumBridge("TurnwiseCorridor-v0", **options)
+    assert len(closed) == 1
+
+
 def test_hooks_are_lazy_and_name_what_they_need() -> None:
     import turnwise_gymnasium
 

@@ -54,20 +54,12 @@ class GymnasiumBridge:
         )
         self._env = _make(env_id, dict(env_kwargs or {}), self._where)
         space = self._env.action_space
-        # Closed here, for nobody closes a bridge whose making failed.
-        if not isinstance(space, gymnasium.spaces.Discrete):
+        try:
+            self._names = self._checked_names(action_names)
+        except ConfigError:
+            # Nobody closes a bridge whose making failed.
             self._env.close()
-            raise ConfigError(
-                f"the actions are {space}, {self._where}; the bridge plays Discrete actions only. Fix: choose another"
-                " environment or wrap it."
-            )
-        known = ["observation", "actions", *(_fields(self._env.observation_space))]
-        for name in _PLACEHOLDER.findall(template):
-            if name not in known:
-                self._env.close()
-                named = ", ".join(f"{{{one}}}" for one in known)
-                raise ConfigError(f"template has the placeholder {{{name}}}, {self._where}. Fix: {named} are known.")
-        self._names = _names(action_names, space, self._where)
+            raise
         # A Discrete space may begin at another number than 0.
         self._actions = {name.lower(): int(space.start) + i for i, name in enumerate(self._names)}
         self._image = is_image(self._env.observation_space)
@@ -75,6 +67,22 @@ class GymnasiumBridge:
         self._observation: Any = None
         self._return = 0.0
         self._started = self._terminated = self._truncated = self._closed = False
+
+    def _checked_names(self, action_names: Sequence[str | int] | None) -> tuple[str, ...]:
+        """The names of the actions. Raises ConfigError for an environment that the bridge cannot play with these
+        options."""
+        space = self._env.action_space
+        if not isinstance(space, gymnasium.spaces.Discrete):
+            raise ConfigError(
+                f"the actions are {space}, {self._where}; the bridge plays Discrete actions only. Fix: choose another"
+                " environment or wrap it."
+            )
+        known = ["observation", "actions", *(_fields(self._env.observation_space))]
+        for name in _PLACEHOLDER.findall(self._template):
+            if name not in known:
+                named = ", ".join(f"{{{one}}}" for one in known)
+                raise ConfigError(f"template has the placeholder {{{name}}}, {self._where}. Fix: {named} are known.")
+        return _names(action_names, space, self._where)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment with the seed and options."""
