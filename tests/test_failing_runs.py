@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from typing import Any
 
 import pytest
 from attrs import evolve
 
+from turnwise.data.rows import UpdateResult
 from turnwise.errors import EngineError
 from turnwise.testing.fakes import (
     FakeBackend,
@@ -146,6 +148,27 @@ def test_weights_in_the_middle_of_a_step_are_not_saved(fake: Any, monkeypatch: p
     got = fake.command("train", "run.yaml", "save_steps=0")
     assert got.exit_code == 1
     assert got.stderr.splitlines()[-1] == "saved: nothing yet"
+
+
+@pytest.mark.parametrize("sound", [6, 7])  # of two updates a step: with the last of step 3, and in the middle of step 4
+def test_a_run_that_skipped_updates_end_saves_its_weights_for_they_changed_none(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, sound: int
+) -> None:
+    original, calls = FakeStrategy.update, 0
+
+    def going_bad(self: Any, update: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(self, update) if calls <= sound else UpdateResult(math.nan, math.nan, skipped=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeStrategy, "update", going_bad)
+        got = fake.command("train", "run.yaml", "save_steps=0", "max_skipped_updates=0")
+    assert got.exit_code == 1
+    assert "error: 1 update(s) of actor_train in a row made no step" in got.stderr
+    assert fake.checkpoints() == [3]
+    assert got.stderr.splitlines()[-2] == "saved: out/checkpoints/checkpoint-000003"
+    assert fake.command("train", "run.yaml", "resume_from_checkpoint=true").exit_code == 0
 
 
 def test_a_run_that_trained_nothing_saves_nothing(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:

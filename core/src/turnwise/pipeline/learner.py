@@ -29,7 +29,7 @@ from turnwise.pipeline.clock import Clock
 from turnwise.pipeline.metrics import Reporting
 from turnwise.pipeline.old_logprobs import OldLogProbs
 from turnwise.pipeline.roles import Roles
-from turnwise.pipeline.skipped import Skipped
+from turnwise.pipeline.skipped import Skipped, TooManySkipped
 from turnwise.pipeline.updates import plan_step, training_rows, updates
 from turnwise.planning import assembly, builders
 from turnwise.rollout import mock
@@ -115,6 +115,15 @@ class Learner:
 
     async def learn(self, lesson: Lesson) -> Learnt:
         """All updates of the step, the critic's first. Every role comes on its devices when its turn is there."""
+        kl_coef = self.kl_coef
+        try:
+            return await self._learn(lesson)
+        except TooManySkipped:
+            # No weight is half changed: a checkpoint can hold them, and the step is played again from there.
+            self.kl_coef, self.changing = kl_coef, False
+            raise
+
+    async def _learn(self, lesson: Lesson) -> Learnt:
         step, planned = lesson.step, lesson.planned
         batch = await self._with_log_probs(lesson)
         with self._clock.phase("advantage"):
@@ -191,8 +200,8 @@ class Learner:
 
 
 async def _update(role: TrainRole, work: Iterator[Update], skipped: Skipped) -> tuple[list[UpdateResult], list[float]]:
-    """One update after the other; what came of each, and its learning rate. Raises TrainerError: too many in a row made
-    no step."""
+    """One update after the other; what came of each, and its learning rate. Raises TooManySkipped: so many in a row
+    made no step."""
     results, rates = [], []
     async for update in _elsewhere(work):
         results.append(await role.update(update))
