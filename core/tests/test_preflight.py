@@ -28,7 +28,7 @@ def found(path: Path, *overrides: str, **changes: Any) -> Findings:
     return preflight(evolve(loaded(path, *overrides), **changes), path.parent)
 
 
-def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def there_are(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """As on a machine with so many GPUs."""
     for asks in (module, device_problems):
         monkeypatch.setattr(asks, "visible_gpus", lambda: count)
@@ -150,7 +150,7 @@ def train_strategies():
 
 
 def test_devices_that_are_not_there_are_the_machines_lack(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, 1)
+    there_are(monkeypatch, 1)
     path = toy()
     config = loaded(path)
     for mapping, expected in (
@@ -159,14 +159,14 @@ def test_devices_that_are_not_there_are_the_machines_lack(toy: Toy, monkeypatch:
     ):
         got = found(path, actor_infer=evolve(config.actor_infer, device_mapping=mapping))
         assert got == Findings([], expected)
-    gpus(monkeypatch, 0)
+    there_are(monkeypatch, 0)
     assert found(path, actor_infer=evolve(config.actor_infer, device_mapping=(0,))).machine == [
         "actor_infer: device_mapping needs 1 GPU, found 0. Fix: use devices that are here"
     ]
 
 
 def test_fewer_devices_than_the_run_expects_are_the_machines_lack(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, 2)
+    there_are(monkeypatch, 2)
     assert found(toy(), "num_gpus_per_node=2") == Findings([], [])
     got = found(toy(), "num_gpus_per_node=8")
     assert got == Findings(
@@ -463,7 +463,7 @@ def runtimes():
         Implementation("lacking", "nowhere:Runtime", config=Cluster, requires=("nowhere",)),
     ]
 """
-    gpus(monkeypatch, 0)
+    there_are(monkeypatch, 0)
     path = toy(plugins=plugin(tmp_path, runtime))
     mapping = ["actor_train.device_mapping=[0, 1]", "actor_infer.device_mapping=[2]"]
     assert found(path, "runtime=elsewhere", *mapping).machine == []
@@ -477,7 +477,7 @@ def runtimes():
 
 
 def test_several_training_processes_need_a_runtime_of_several(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, 2)
+    there_are(monkeypatch, 2)
     line = only(found(toy(), "actor_train.device_mapping=[0, 1]").config)
     assert line.startswith(
         "$.actor_train.device_mapping: 2 devices are as many training processes, and runtime 'local' has one process"
@@ -510,7 +510,7 @@ class Pairs:
 def inference_backends():
     return [Implementation("paired", FakeBackend, Pairs)]
 """
-    gpus(monkeypatch, 8)
+    there_are(monkeypatch, 8)
     path = toy(plugins=plugin(tmp_path, pairs))
     paired = "actor_infer.strategy_args={strategy_name: paired}"
     line = only(found(path, paired, "actor_infer.device_mapping=[0, 1, 2]").config)
@@ -559,7 +559,7 @@ def inference_backends():
 def runtimes():
     return [Implementation("giving", Giving, config=Cluster)]
 """
-    gpus(monkeypatch, 8)
+    there_are(monkeypatch, 8)
     paired = f"actor_infer.strategy_args={{strategy_name: paired, strategy_config: {{server: '{attached}'}}}}"
     got = found(toy(plugins=plugin(tmp_path, both)), "runtime=giving", paired).config
     line = (
@@ -620,10 +620,10 @@ def runtimes():
     return [Implementation("on_gpus", OnGpus, config=Cluster)]
 """
     path = toy(plugins=plugin(tmp_path, runtime))
-    gpus(monkeypatch, 0)
+    there_are(monkeypatch, 0)
     needs = "{}: runtime 'on_gpus' gives a role without device_mapping 1 GPU, found 0. Fix: use devices that are here".format
     assert found(path, "runtime=on_gpus").machine == [needs("actor_train"), needs("actor_infer")]
-    gpus(monkeypatch, 1)
+    there_are(monkeypatch, 1)
     assert found(path, "runtime=on_gpus").machine == []
 
 
@@ -655,7 +655,7 @@ def inference_backends():
 def runtimes():
     return [Implementation("processes", Processes, config=Numbers)]
 """
-    gpus(monkeypatch, 8)
+    there_are(monkeypatch, 8)
     path = toy(plugins=plugin(tmp_path, awake))
     sleepless = "actor_infer.strategy_args={strategy_name: sleepless}"
     shared = ["actor_train.device_mapping=[1]", "actor_infer.device_mapping=[0, 1]"]
