@@ -89,13 +89,16 @@ class Ranked(FakeStrategy):
 
 
 class Noted(FakeStrategy):
-    """The bigram's trainer; what moves it, and what it sends and saves, is noted. It says that it updates, in the log
-    and in print."""
+    """The bigram's trainer; what moves it, and what it sends and saves, is noted. It logs its updates, and prints when it
+    is built: what is printed goes by files that Ray reads now and then, and reads no more once the run has ended."""
+
+    def __init__(self, config: None, context: TrainContext) -> None:
+        super().__init__(config, context)
+        print("chalk dust", flush=True)
 
     def update(self, update: Update) -> UpdateResult:
         """One gradient step."""
         logging.getLogger("turnwise").info("wrote with chalk")
-        print("chalk dust", flush=True)
         return super().update(update)
 
     def offer(self, transport: str, version: int, receivers: int = 1) -> Offer:

@@ -22,10 +22,11 @@ ray = pytest.importorskip("ray", reason="ray is not installed")
 pytestmark = pytest.mark.engines
 
 
-def on_ray(*further: str) -> str:
-    """The run for Ray, with further plugins."""
+def on_ray(*further: str, **changes: Any) -> str:
+    """The run for Ray, with further plugins; changes by key, a dot written as two underscores."""
     plugins = ["turnwise-ray", *LAKE["plugins"], *further]
-    return written(LAKE, {"plugins": plugins, "recompute_old_logprobs": True, "actor_train.device_mapping": [0]})
+    keys = {"plugins": plugins, "recompute_old_logprobs": True, "actor_train.device_mapping": [0]}
+    return written(LAKE, keys | {key.replace("__", "."): value for key, value in changes.items()})
 
 
 RAY = "runtime={use: ray, device: cpu, object_store_mb: 100}"
@@ -132,11 +133,12 @@ def test_every_kind_of_process_may_die_and_the_run_ends_or_goes_on_as_it_should(
     second, which ends it."""
     (tmp_path / "graves").mkdir()
     plugin = Path(__file__).with_name("ray_lake.py")
-    text = on_ray(str(plugin))
-    for name in ("torch", "hf"):
-        text = text.replace(f"strategy_name: {name}}}", f"strategy_name: mortal_{name}}}")
-    text = text.replace("env_type: frozen_lake", "env_type: mortal_lake").replace(
-        "strategy_name: mortal_hf}", "strategy_name: mortal_hf}\n  device_mapping: [1, 2]"
+    text = on_ray(
+        str(plugin),
+        actor_train__strategy_args__strategy_name="mortal_torch",
+        actor_infer__strategy_args__strategy_name="mortal_hf",
+        actor_infer__device_mapping=[1, 2],
+        custom_envs__Lake__env_type="mortal_lake",
     )
     (tmp_path / "run.yaml").write_text(text)
     workers = RAY.replace("cpu,", "cpu, env_workers: 2,")
