@@ -27,9 +27,13 @@ IMAGE_TOKENS = 4
 
 
 class FakeChat:
-    """A chat format without a tokenizer: header id, one id per byte, end id; an image is four ids."""
+    """A chat format without a tokenizer: header id, one id per byte, end id; an image is four ids.
 
-    stop_ids: tuple[int, ...] = (END,)
+    `end`: the id that ends a message, for an engine whose vocabulary is small.
+    """
+
+    def __init__(self, end: int = END) -> None:
+        self.stop_ids: tuple[int, ...] = (end,)
 
     def with_args(self, args: Mapping[str, Any]) -> FakeChat:
         """Itself; there is no template that could read an argument."""
@@ -44,24 +48,36 @@ class FakeChat:
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> np.ndarray:
         """int32 ids of the conversation, ending with the assistant's header."""
-        ids = [id_ for message in messages for id_ in (ROLES[message["role"]], *_content_ids(message["content"]), END)]
-        return int32([*ids, ROLES["assistant"]])
+        return int32(self.ids_of(messages))
 
     def extend(
         self, ids: np.ndarray, finish: str, messages: Sequence[Message], images: Sequence[np.ndarray] = ()
     ) -> np.ndarray:
         """The end id if it was not sampled, then `messages`, then the assistant's header."""
-        closed = len(ids) > 0 and int(ids[-1]) == END
-        return np.concatenate([int32([] if closed else [END]), self.render(messages, images)])
+        closed = len(ids) > 0 and int(ids[-1]) in self.stop_ids
+        return int32([*([] if closed else self.stop_ids), *self.ids_of(messages)])
+
+    def ids_of(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of `messages` and of the assistant's header: what `render` and `extend` write, for a chat that writes
+        something else."""
+        ids: list[int] = []
+        for message in messages:
+            ids += [ROLES[message["role"]], *_content_ids(message["content"]), *self.stop_ids]
+        return [*ids, ROLES["assistant"]]
 
     def continue_text(self, ids: np.ndarray, text: str) -> np.ndarray:
         """The bytes of `text`."""
         return int32(list(text.encode()))
 
     def decode(self, ids: np.ndarray, special: bool = False) -> str:
-        """The text of the byte ids; every other id is left out, or shown as its number."""
-        shown = [bytes([i]) if 0 <= i < END else f"<|{i}|>".encode() if special else b"" for i in map(int, ids)]
-        return b"".join(shown).decode(errors="replace")
+        """The text of the byte ids; every other id and the end are left out, or shown as their number."""
+        text = b""
+        for i in map(int, ids):
+            if 0 <= i < END and i not in self.stop_ids:
+                text += bytes([i])
+            elif special:
+                text += f"<|{i}|>".encode()
+        return text.decode(errors="replace")
 
     def begins_image(self, ids: np.ndarray) -> bool:
         """Whether an image's id is among them."""

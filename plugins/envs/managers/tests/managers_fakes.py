@@ -1,4 +1,4 @@
-"""A chat of one id per character, scripted environments and samplers."""
+"""A chat that remembers, scripted environments and samplers."""
 
 from __future__ import annotations
 
@@ -12,59 +12,36 @@ from turnwise.contracts.chat import Message
 from turnwise.contracts.env_manager import Episode, Limits
 from turnwise.contracts.environment import Response
 from turnwise.data.trajectory import Generation, Trajectory
-
-END, IMAGE = 1, 2
-ROLES = {"system": 3, "user": 4, "assistant": 5, "tool": 6}
+from turnwise.testing.fake_model import END, ROLES, FakeChat
 
 
-class CharChat:
-    """`role … END` per message, then the assistant's header; an image is three ids; text is its code points."""
-
-    stop_ids = (END,)
+class WatchedChat(FakeChat):
+    """The fake chat, which remembers the arguments, tools and images that it was given."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.args: dict[str, Any] = {}
         self.tools: Any = "never rendered"
         self.images: list[tuple[np.ndarray, ...]] = []
 
-    def with_args(self, args: Mapping[str, Any]) -> CharChat:
+    def with_args(self, args: Mapping[str, Any]) -> WatchedChat:
         self.args = dict(args)
         return self
-
-    def _ids(self, messages: Sequence[Message]) -> list[int]:
-        ids: list[int] = []
-        for message in messages:
-            content = message["content"]
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            ids.append(ROLES[message["role"]])
-            for part in parts:
-                ids += text_ids(part["text"]) if part["type"] == "text" else [IMAGE] * 3
-            ids.append(END)
-        return [*ids, ROLES["assistant"]]
 
     def render(self, messages: Sequence[Message], images: Sequence[np.ndarray] = (), tools: Any = None) -> np.ndarray:
         self.tools = tools
         self.images.append(tuple(images))
-        return np.array(self._ids(messages), np.int32)
+        return super().render(messages)
 
     def extend(
         self, ids: np.ndarray, finish: str, messages: Sequence[Message], images: Sequence[np.ndarray] = ()
     ) -> np.ndarray:
         self.images.append(tuple(images))
-        closing = [] if len(ids) and ids[-1] == END else [END]
-        return np.array(closing + self._ids(messages), np.int32)
-
-    def continue_text(self, ids: np.ndarray, text: str) -> np.ndarray:
-        return np.array(text_ids(text), np.int32)
-
-    def decode(self, ids: np.ndarray, special: bool = False) -> str:
-        return "".join(chr(i) for i in ids if special or i > 31)
-
-    def begins_image(self, ids: np.ndarray) -> bool:
-        return IMAGE in ids
+        return super().extend(ids, finish, messages)
 
 
 def text_ids(text: str) -> list[int]:
-    return [ord(c) for c in text]
+    return list(text.encode())
 
 
 def prompt(*messages: tuple[str, str]) -> list[int]:
@@ -124,7 +101,7 @@ class ScriptedSampler:
         count = np.arange(len(ids))
         finish = "stop" if ids and ids[-1] == END else "length"
         logprobs = (-turn - count / 100).astype(np.float32)
-        shown = "".join(chr(i) for i in ids if i != END)
+        shown = FakeChat().decode(np.array(ids))
         return self.change(
             Generation(shown, np.array(ids, np.int32), logprobs, (10 * turn + count).astype(np.int32), finish)
         )
@@ -135,7 +112,7 @@ ROOMY = Limits(sequence_length=1000, max_new_tokens=50, max_tokens_per_step=50, 
 
 def episode(env: Any, limits: Limits = ROOMY, chat: Any = None) -> Episode:
     return Episode(
-        environment=env, chat=chat or CharChat(), limits=limits, tag="Tag", group=7, member=3, attempt=1, seed=11
+        environment=env, chat=chat or WatchedChat(), limits=limits, tag="Tag", group=7, member=3, attempt=1, seed=11
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import evolve
-from managers_fakes import ROOMY, CharChat, ScriptedEnv, ScriptedSampler, episode, going, image_part, prompt
+from managers_fakes import ROOMY, ScriptedEnv, ScriptedSampler, WatchedChat, episode, going, image_part, prompt
 
 from turnwise.data.trajectory import Trajectory
 from turnwise_managers import base
@@ -162,4 +162,4 @@ def test_play_is_the_loop_of_the_shipped_managers(prompts: Prompts) -> None:
         )
     )
     assert (len(played.turns), played.stop_reason, played.role) == (2, "turns", "")
-    assert CharChat().decode(played.turns[1].prompt_ids) == "s0as1"
+    assert WatchedChat().decode(played.turns[1].prompt_ids) == "s0as1"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import evolve
-from managers_fakes import ROOMY, CharChat, ScriptedEnv, ScriptedSampler, going, image_part, run
+from managers_fakes import ROOMY, ScriptedEnv, ScriptedSampler, WatchedChat, going, image_part, run
 
 from turnwise.contracts.chat import Message
 from turnwise.contracts.env_manager import ManagerContext
@@ -17,7 +17,7 @@ from turnwise_managers.config import TrajectoryConfig
 from turnwise_managers.trajectory import TrajectoryManager
 
 
-class Stripping(CharChat):
+class Stripping(WatchedChat):
     """A template that leaves the thinking of earlier turns out."""
 
     def __init__(self) -> None:
@@ -37,9 +37,11 @@ def manager(**options: Any) -> TrajectoryManager:
     return TrajectoryManager(TrajectoryConfig(**{"detect_drift": True, **options}), ManagerContext("Tag", 10))
 
 
-def drifts(texts: list[str], chat: CharChat | None = None, **options: Any) -> Any:
+def drifts(texts: list[str], chat: WatchedChat | None = None, **options: Any) -> Any:
     env = ScriptedEnv("s0", going(*[f"s{k}" for k in range(1, len(texts) + 1)]))
-    return run(manager(**options), env, ScriptedSampler(texts), evolve(ROOMY, max_turns=len(texts)), chat or CharChat())
+    return run(
+        manager(**options), env, ScriptedSampler(texts), evolve(ROOMY, max_turns=len(texts)), chat or WatchedChat()
+    )
 
 
 def test_a_template_that_keeps_everything_does_not_drift() -> None:
@@ -61,7 +63,7 @@ def test_turns_after_a_thinking_one_drift_where_the_template_strips_it() -> None
     assert found["used"].startswith("<think>a</think>")
     assert found["rendered"].startswith("Down")
     before = played.turns[2].prompt_ids[: found["at"]]
-    assert CharChat().decode(before).endswith("s1")  # the last that both have in common
+    assert WatchedChat().decode(before).endswith("s1")  # the last that both have in common
 
 
 def test_the_tokens_in_use_stay_those_that_were_sampled() -> None:
@@ -87,7 +89,7 @@ def test_a_response_cut_by_its_limit_does_not_drift_when_the_template_closes_it_
 
 
 def test_images_are_rendered_with_their_turns() -> None:
-    chat = CharChat()
+    chat = WatchedChat()
     env = ScriptedEnv([image_part(1)], going([image_part(2)], "s2"))
     played = run(manager(), env, ScriptedSampler(["a", "b"]), evolve(ROOMY, max_turns=2), chat)
     assert played.metrics["drift"] == 0.0

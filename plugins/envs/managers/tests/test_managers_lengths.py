@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import evolve
-from managers_fakes import END, ROOMY, CharChat, ScriptedEnv, ScriptedSampler, going, prompt, run, text_ids
+from managers_fakes import ROOMY, ScriptedEnv, ScriptedSampler, WatchedChat, going, prompt, run, text_ids
 
 from turnwise.contracts.chat import Message
 from turnwise.contracts.env_manager import Limits, ManagerContext
 from turnwise.data.batch import build_batch
+from turnwise.testing.fake_model import END
 from turnwise_managers.config import StepwiseConfig
 from turnwise_managers.stepwise import StepwiseManager
 
@@ -23,7 +24,7 @@ def manager(merge: bool, **options: Any) -> StepwiseManager:
     return StepwiseManager(StepwiseConfig(merge_steps=merge, **options), ManagerContext("Tag", 10))
 
 
-class Spelling(CharChat):
+class Spelling(WatchedChat):
     """Writes an earlier response with a space after every letter: re-tokenised, it is twice as long as it was
     sampled."""
 
@@ -36,7 +37,7 @@ class Spelling(CharChat):
 def test_a_prompt_over_the_limit_only_after_re_tokenising_is_not_sent(merge: bool) -> None:
     as_sampled = prompt(("user", "s0"), ("assistant", "abcdef"), ("user", "s1"))
     limits = Limits(len(as_sampled) + 10, 10, 10, 5)
-    for chat, turns in ((CharChat(), 2), (Spelling(), 1)):
+    for chat, turns in ((WatchedChat(), 2), (Spelling(), 1)):
         built, sampler = manager(merge), ScriptedSampler(["abcdef", "x"])
         env = ScriptedEnv("s0", [("s1", 0.5, False, False, {}), ("s2", 0.5, True, False, {})])
         played = run(built, env, sampler, limits, chat)

@@ -12,12 +12,13 @@ import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from managers_fakes import END, ROOMY, ScriptedEnv, ScriptedSampler, going, image_part, prompt, run, text_ids
+from managers_fakes import ROOMY, ScriptedEnv, ScriptedSampler, going, image_part, prompt, run, text_ids
 
 from turnwise.contracts.env_manager import ManagerContext
 from turnwise.data.batch import Batch, build_batch
 from turnwise.data.trajectory import Sample, Trajectory, Turn
 from turnwise.pipeline.aggregation import MODES, token_coefficients
+from turnwise.testing.fake_model import END
 from turnwise_managers.config import StepwiseConfig
 from turnwise_managers.samples import merged
 from turnwise_managers.stepwise import StepwiseManager

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import evolve
-from managers_fakes import IMAGE, ROOMY, CharChat, ScriptedEnv, ScriptedSampler, going, image_part, run
+from managers_fakes import ROOMY, ScriptedEnv, ScriptedSampler, WatchedChat, going, image_part, run
 
 from turnwise.contracts.chat import Message
 from turnwise.contracts.env_manager import ManagerContext
 from turnwise.data.trajectory import Generation, int32
 from turnwise.errors import ConfigError, EnvironmentFailure
+from turnwise.testing.fake_model import IMAGE
 from turnwise_managers.config import StepwiseConfig, TrajectoryConfig
 from turnwise_managers.stepwise import StepwiseManager
 from turnwise_managers.trajectory import TrajectoryManager
@@ -22,16 +23,16 @@ from turnwise_managers.trajectory import TrajectoryManager
 KINDS = {"trajectory": (TrajectoryManager, TrajectoryConfig), "stepwise": (StepwiseManager, StepwiseConfig)}
 
 
-class Strict(CharChat):
+class Strict(WatchedChat):
     """A text model's template that knows users and assistants alone."""
 
-    def _ids(self, messages: Sequence[Message]) -> list[int]:
+    def ids_of(self, messages: Sequence[Message]) -> list[int]:
         for message in messages:
             if message["role"] not in ("user", "assistant"):
                 raise ConfigError(f"the template refuses the role {message['role']}. Fix: other messages")
             if not isinstance(message["content"], str):
                 raise ConfigError("taken as a text model, but a message holds an image. Fix: text")
-        return super()._ids(messages)
+        return super().ids_of(messages)
 
 
 @pytest.fixture(params=sorted(KINDS))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import evolve
-from managers_fakes import ROOMY, CharChat, ScriptedEnv, ScriptedSampler, going, image_part, run, text_part
+from managers_fakes import ROOMY, ScriptedEnv, ScriptedSampler, WatchedChat, going, image_part, run, text_part
 
 from turnwise.contracts.env_manager import ManagerContext
 from turnwise.contracts.environment import Response
@@ -237,7 +237,7 @@ def test_the_system_template_is_not_filled_in(make: Any) -> None:
 
 
 def test_template_args_reach_the_chat(make: Any) -> None:
-    chat = CharChat()
+    chat = WatchedChat()
     run(
         make(template_args={"enable_thinking": False}),
         ScriptedEnv("s0", going("s1")),

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from managers_fakes import END, ROLES, ScriptedEnv, ScriptedSampler, going, image_part, run, text_part
+from managers_fakes import ScriptedEnv, ScriptedSampler, going, image_part, run, text_part
 
 from turnwise.contracts.env_manager import Limits, ManagerContext
 from turnwise.data.batch import build_batch
 from turnwise.data.trajectory import Sample, Trajectory
+from turnwise.testing.fake_model import END, IMAGE, IMAGE_TOKENS, ROLES
 from turnwise_managers.config import StepwiseConfig, TrajectoryConfig
 from turnwise_managers.stepwise import StepwiseManager
 from turnwise_managers.trajectory import TrajectoryManager
@@ -61,7 +62,7 @@ def check_rows(trajectory: Trajectory, rows: list[Sample], sampler: ScriptedSamp
 
 def check_images(trajectory: Trajectory, sampler: ScriptedSampler) -> None:
     for turn, call in zip(trajectory.turns, sampler.calls, strict=True):
-        assert (turn.prompt_ids == 2).sum() == 3 * len(turn.images)
+        assert (turn.prompt_ids == IMAGE).sum() == IMAGE_TOKENS * len(turn.images)
         assert [id(picture) for picture in call["images"]] == [id(trajectory.images[index]) for index in turn.images]
     contents = [picture.tobytes() for picture in trajectory.images]
     assert len(set(contents)) == len(contents)

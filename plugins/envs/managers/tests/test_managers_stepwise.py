@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from attrs import evolve
-from managers_fakes import END, ROOMY, ScriptedEnv, ScriptedSampler, going, image_part, prompt, run, text_ids
+from managers_fakes import ROOMY, ScriptedEnv, ScriptedSampler, going, image_part, prompt, run, text_ids
 
 from turnwise.contracts.env_manager import Limits, ManagerContext
 from turnwise.data.batch import build_batch
+from turnwise.testing.fake_model import END
 from turnwise_managers.config import StepwiseConfig, TrajectoryConfig
 from turnwise_managers.stepwise import StepwiseManager
 

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from attrs import evolve
 from managers_fakes import (
-    END,
-    ROLES,
     ROOMY,
-    CharChat,
     ScriptedEnv,
     ScriptedSampler,
+    WatchedChat,
     going,
     image,
     image_part,
@@ -26,6 +24,7 @@ from managers_fakes import (
 from turnwise.contracts.env_manager import Limits, ManagerContext
 from turnwise.data.batch import build_batch
 from turnwise.errors import ConfigError
+from turnwise.testing.fake_model import END, IMAGE, IMAGE_TOKENS, ROLES
 from turnwise_managers.config import TrajectoryConfig
 from turnwise_managers.trajectory import TrajectoryManager
 
@@ -232,7 +231,7 @@ def test_images_are_kept_once_and_prompts_refer_to_them_in_order() -> None:
     buffer = image(5)
     shown = [{"type": "image", "image": buffer}, text_part(" and "), image_part(6)]
     env = ScriptedEnv(shown, going([image_part(6), image_part(7)], "no image", "end"))
-    chat, sampler = CharChat(), ScriptedSampler(["a", "b", "c"])
+    chat, sampler = WatchedChat(), ScriptedSampler(["a", "b", "c"])
     built = manager(pre_step_template="<", next_step_template=">")
 
     async def overwrite(action: str, response: Any, step=env.step):  # type: ignore[no-untyped-def]
@@ -255,13 +254,9 @@ def test_images_are_kept_once_and_prompts_refer_to_them_in_order() -> None:
     head = [
         ROLES["user"],
         *text_ids("<"),
-        2,
-        2,
-        2,
+        *[IMAGE] * IMAGE_TOKENS,
         *text_ids(" and "),
-        2,
-        2,
-        2,
+        *[IMAGE] * IMAGE_TOKENS,
         *text_ids(">"),
         END,
         ROLES["assistant"],
@@ -270,6 +265,6 @@ def test_images_are_kept_once_and_prompts_refer_to_them_in_order() -> None:
 
 
 def test_tools_of_the_reset_reach_the_chat_template() -> None:
-    chat, tools = CharChat(), [{"name": "click"}]
+    chat, tools = WatchedChat(), [{"name": "click"}]
     run(manager(), ScriptedEnv("s0", [("", 0.0, True, False, {})], {"tools": tools}), ScriptedSampler(["x"]), chat=chat)
     assert chat.tools == tools

@@ -19,19 +19,11 @@ import turnwise_sglang
 from turnwise.contracts.inference import GeneratingArgs, Request
 from turnwise.data.trajectory import int32
 from turnwise.errors import EngineError
+from turnwise.testing.fake_model import FakeChat
 from turnwise_sglang.answers import Limits, StopStrings, body, continued, ended, generation, joined
 from turnwise_sglang.weights import Names, problems, shapes
 
 LIMITS = Limits(sequence_length=10, vocabulary=100)
-
-
-class Letters:
-    """A chat whose token k is the k-th letter."""
-
-    stop_ids = (99,)
-
-    def decode(self, ids: Any, special: bool = False) -> str:
-        return "".join(chr(ord("a") + int(number)) for number in ids)
 
 
 def ask(seed: int = 0, ids: Sequence[int] = (1, 2, 3), limit: int = 4, **args: Any) -> Request:
@@ -83,11 +75,12 @@ def test_a_request_that_cannot_be_served_is_refused(request_: Request, words: st
 
 
 def test_spans_of_versions_become_one_version_a_token() -> None:
-    made = generation(answer([1, 2, 3, 4], [("default", 0, 1), ("7", 1, 3), ("8", 3, 4)]), ask(), Letters(), ours=True)
+    spans = [("default", 0, 1), ("7", 1, 3), ("8", 3, 4)]
+    made = generation(answer(b"bcde", spans), ask(), FakeChat(), ours=True)
     assert made.versions is not None and made.versions.tolist() == [0, 7, 7, 8]
-    assert made.logprobs is not None and made.logprobs.tolist() == [-0.5, -1.0, -1.5, -2.0]
+    assert made.logprobs is not None and made.logprobs.tolist() == [-0.5 * number for number in b"bcde"]
     assert (made.text, made.finish) == ("bcde", "length")
-    assert generation(answer([1]), ask(), Letters(), ours=False).logprobs is None
+    assert generation(answer([1]), ask(), FakeChat(), ours=False).logprobs is None
     for broken, words in (
         (
             answer([1, 2], [("7", 0, 1)]),
@@ -98,24 +91,24 @@ def test_spans_of_versions_become_one_version_a_token() -> None:
         (answer([1], output_token_logprobs=[[None, 1, None]]), "no numbers"),
     ):
         with pytest.raises(EngineError, match=words):
-            generation(broken, ask(), Letters(), ours=True)
+            generation(broken, ask(), FakeChat(), ours=True)
 
 
 def test_a_stop_string_ends_at_the_token_that_completes_it_however_the_ids_arrive() -> None:
     for pieces in ([1, 2, 3, 4, 5], [2, 5], [5]):
-        stops = StopStrings(ask(stop_strings=("zz", "cd")), Letters())
-        found = [stops.length([1, 2, 3, 4, 5][:end]) for end in pieces]
+        stops = StopStrings(ask(stop_strings=("zz", "cd")), FakeChat())
+        found = [stops.length(list(b"bcdef")[:end]) for end in pieces]
         assert next(length for length in found if length is not None) == 3
     for include, text in ((True, "bcd"), (False, "b")):
         made = generation(
-            answer([1, 2, 3, 4]),
+            answer(b"bcde"),
             ask(stop_strings=("cd",), include_stop_str_in_output=include),
-            Letters(),
+            FakeChat(),
             True,
             length=3,
         )
         assert (made.text, made.finish) == (text, "stop")
-        assert made.ids is not None and made.ids.tolist() == [1, 2, 3]
+        assert made.ids is not None and made.ids.tolist() == [*b"bcd"]
 
 
 def test_offered_names_must_be_the_folders() -> None:
@@ -214,7 +207,9 @@ def test_an_answer_that_was_broken_off_goes_on_as_one() -> None:
     rest = continued(told, first)
     assert rest["input_ids"] == [1, 2, 3, 4, 5]
     assert (rest["sampling_params"]["max_new_tokens"], told["sampling_params"]["max_new_tokens"]) == (3, 5)
-    whole = generation(joined(first, answer([6, 7, 8], [("3", 0, 1), ("4", 1, 3)])), ask(limit=5), Letters(), ours=True)
+    whole = generation(
+        joined(first, answer([6, 7, 8], [("3", 0, 1), ("4", 1, 3)])), ask(limit=5), FakeChat(), ours=True
+    )
     assert whole.ids.tolist() == [4, 5, 6, 7, 8]
     assert whole.logprobs.tolist() == [-2.0, -2.5, -3.0, -3.5, -4.0]
     assert whole.versions.tolist() == [3, 3, 3, 4, 4]
@@ -225,8 +220,8 @@ def test_an_answer_that_was_broken_off_goes_on_as_one() -> None:
 def test_images_that_the_server_divides_otherwise_are_told() -> None:
     seen = Request(0, GeneratingArgs(), 4, ids=int32([1, 2, 3]), images=(np.zeros((2, 2, 3), np.uint8),))
     assert body(seen, Limits(10, 100, sees=True), ())["input_ids"] == [1, 2, 3]
-    assert generation(answer([4], prompt_tokens=3), seen, Letters(), ours=True).ids.tolist() == [4]
+    assert generation(answer([4], prompt_tokens=3), seen, FakeChat(), ours=True).ids.tolist() == [4]
     with pytest.raises(
         EngineError, match="SGLang saw a prompt of 5 tokens, the request has 3: it divides images otherwise"
     ):
-        generation(answer([4], prompt_tokens=5), seen, Letters(), ours=True)
+        generation(answer([4], prompt_tokens=5), seen, FakeChat(), ours=True)

@@ -12,6 +12,7 @@ from turnwise.config.convert import structure
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
 from turnwise.data.trajectory import int32
 from turnwise.errors import EngineError
+from turnwise.testing.fake_model import FakeChat
 from turnwise_sglang import inference_backends
 from turnwise_sglang.backend import SglangBackend
 from turnwise_sglang.config import RUNTIME_BYTES, SglangConfig
@@ -64,15 +65,9 @@ def test_it_runs_and_needs_no_sglang_in_this_interpreter() -> None:
     assert record.requires == ("torch", "httpx2")
 
 
-class Chat:
-    """As much of a chat as is asked for before a server is."""
-
-    stop_ids = (2,)
-
-
 def backend(folder: Path, devices: tuple[int, ...] = (), **options: Any) -> SglangBackend:
     (folder / "config.json").write_text('{"vocab_size": 32}', encoding="utf-8")
-    return SglangBackend(SglangConfig(**options), InferenceContext(folder, cast(Any, Chat()), devices=devices))
+    return SglangBackend(SglangConfig(**options), InferenceContext(folder, FakeChat(end=2), devices=devices))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Reque
 from turnwise.contracts.train import Lora, Offer
 from turnwise.data.trajectory import int32
 from turnwise.errors import ConfigError, EngineError, EngineLost
+from turnwise.testing.fake_model import FakeChat
 from turnwise_serving.http import Gone
 from turnwise_serving.models import sees
 from turnwise_sglang import links
@@ -87,12 +88,6 @@ class Fake:
         self.alive, self.stopped = False, True
 
 
-class Chat:
-    """As much of a chat as is asked for before an answer comes."""
-
-    stop_ids = (2,)
-
-
 def folder(place: Path, facts: str = '{"vocab_size": 32}') -> Path:
     (place / "config.json").write_text(facts, encoding="utf-8")
     return place
@@ -100,7 +95,7 @@ def folder(place: Path, facts: str = '{"vocab_size": 32}') -> Path:
 
 def built(place: Path, *servers: Fake, lora: Lora | None = None, **options: Any) -> SglangBackend:
     """A backend whose servers are `servers`, one after the other; the first one is up."""
-    backend = SglangBackend(SglangConfig(**options), InferenceContext(folder(place), cast(Any, Chat()), lora=lora))
+    backend = SglangBackend(SglangConfig(**options), InferenceContext(folder(place), FakeChat(end=2), lora=lora))
     waiting = [Link(cast(Any, server), None if "base_url" in options else cast(Any, server)) for server in servers]
 
     async def started() -> Link:
@@ -414,7 +409,7 @@ def test_what_only_the_models_folder_tells_is_asked_again_when_it_is_there(
     seeing = folder(tmp_path, '{"vocab_size": 32, "vision_config": {}}')
     monkeypatch.chdir(seeing)
     assert sees(seeing) and not sees(Path()) and not sees(None)
-    chat, lora = cast(Any, Chat()), Lora(4, 8, None, "adapter")
+    chat, lora = FakeChat(end=2), Lora(4, 8, None, "adapter")
     attached = SglangConfig(base_url="http://h:1")
     assert SglangBackend.check(attached, InferenceContext(Path(), chat, lora=lora)) == []
     with pytest.raises(ConfigError, match="adapters alone for a model that takes images are not supported by sglang"):

@@ -18,6 +18,7 @@ from turnwise.config.convert import structure
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
 from turnwise.contracts.train import Lora, Offer
 from turnwise.errors import ConfigError, EngineError, MachineError
+from turnwise.testing.fake_model import FakeChat
 from turnwise_vllm import arguments, inference_backends
 from turnwise_vllm.backend import VllmBackend
 from turnwise_vllm.config import RUNTIME_BYTES, VllmConfig
@@ -28,16 +29,6 @@ from turnwise_vllm.server import ServedEngine
 
 GB = 10**9
 TP, PP, SHARE = "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization"
-
-
-class Letters:
-    """A chat whose token 65 is an A."""
-
-    stop_ids = (2,)
-
-    def decode(self, ids: np.ndarray) -> str:
-        """Letters; the stop token is left out."""
-        return "".join(chr(token) for token in ids if token != 2)
 
 
 @pytest.fixture
@@ -169,7 +160,7 @@ def test_processes_on_cpus_have_no_memory_to_give_back_though_they_have_numbers(
     with pytest.raises(
         MachineError, match=r"^\$\.actor_infer\.strategy_args\.strategy_config\.enable_sleep_mode: needs vLLM for GPUs"
     ):
-        VllmBackend(VllmConfig(enable_sleep_mode=True), InferenceContext(folder, Letters(), devices=(0,)))  # type: ignore[arg-type]
+        VllmBackend(VllmConfig(enable_sleep_mode=True), InferenceContext(folder, FakeChat(end=2), devices=(0,)))
     assert (
         VllmBackend.check(
             VllmConfig(enable_sleep_mode=True, mode="attach", base_url="http://x"),
@@ -181,7 +172,7 @@ def test_processes_on_cpus_have_no_memory_to_give_back_though_they_have_numbers(
 
 @pytest.mark.parametrize(("rank", "served"), [(1, 1), (2, 8), (8, 8), (48, 64), (512, 512)])
 def test_adapters_alone_get_the_smallest_rank_that_vllm_has(folder: Path, rank: int, served: int) -> None:
-    context = InferenceContext(folder, Letters(), lora=Lora(rank, rank, sync="adapter"))  # type: ignore[arg-type]
+    context = InferenceContext(folder, FakeChat(end=2), lora=Lora(rank, rank, sync="adapter"))
     made = arguments.engine_arguments(VllmConfig(), context, cpu=True)
     assert (made["enable_lora"], made["max_loras"], made["max_lora_rank"]) == (True, 1, served)
     assert VllmConfig().capabilities.adapters
@@ -320,7 +311,7 @@ def test_log_probs_are_given_only_where_they_are_ours(args: dict[str, Any], proc
     assert (are_ours(chosen, "processed_logprobs"), are_ours(chosen, "raw_logprobs")) == (processed, raw)
     request = Request(0, chosen, 4)
     for mode, ours in (("processed_logprobs", processed), ("raw_logprobs", raw)):
-        answer = generation(Answer([65, 2], [-1.0, -2.0], [("0", 0, 2)], "stop"), request, Letters(), mode)
+        answer = generation(Answer([65, 2], [-1.0, -2.0], [("0", 0, 2)], "stop"), request, FakeChat(end=2), mode)
         assert (answer.logprobs is not None) == ours
 
 
@@ -337,7 +328,7 @@ def test_sampling_parameters_leave_the_end_to_the_chat() -> None:
 def test_the_text_ends_at_the_stop_string_and_the_ids_do_not(included: bool, text: str) -> None:
     request = Request(0, GeneratingArgs(8, 1.0, stop_strings=("BC",), include_stop_str_in_output=included), 8)
     answer = generation(
-        Answer([65, 66, 67], [-1.0] * 3, [("4", 0, 3)], "stop"), request, Letters(), "processed_logprobs"
+        Answer([65, 66, 67], [-1.0] * 3, [("4", 0, 3)], "stop"), request, FakeChat(end=2), "processed_logprobs"
     )
     assert (answer.text, answer.finish) == (text, "stop")
     assert answer.ids is not None
@@ -411,7 +402,7 @@ def test_the_roles_devices_are_positions_within_what_the_run_may_see(
 def test_log_probs_that_are_no_numbers_are_an_error() -> None:
     answer = Answer([1], [float("nan")], [("0", 0, 1)], "stop")
     with pytest.raises(EngineError, match="not finite"):
-        generation(answer, Request(0, GeneratingArgs(), 4), Letters(), "processed_logprobs")
+        generation(answer, Request(0, GeneratingArgs(), 4), FakeChat(end=2), "processed_logprobs")
 
 
 @pytest.mark.parametrize(
@@ -478,7 +469,7 @@ def test_the_servers_command_line_has_the_arguments_in_vllms_spelling() -> None:
 
 
 def test_images_for_a_model_of_text_are_refused_before_anything_starts(folder: Path) -> None:
-    backend = VllmBackend(VllmConfig(), InferenceContext(folder, Letters()))  # type: ignore[arg-type]
+    backend = VllmBackend(VllmConfig(), InferenceContext(folder, FakeChat(end=2)))
     request = Request(0, GeneratingArgs(), 4, ids=np.array([3], np.int32), images=(np.zeros((28, 28, 3), np.uint8),))
     with pytest.raises(EngineError, match="holds 1 images, and the model takes text only"):
         asyncio.run(backend.generate(request))
@@ -495,7 +486,7 @@ def test_the_turns_of_a_trajectory_go_to_one_copy_and_trajectories_to_all(folder
 
     async def scene(count: int) -> None:
         backend = VllmBackend(
-            VllmConfig(engine_args={"data_parallel_size": count}), InferenceContext(folder, Letters())
+            VllmConfig(engine_args={"data_parallel_size": count}), InferenceContext(folder, FakeChat(end=2))
         )  # type: ignore[arg-type]
         backend._engine = Engine()  # type: ignore[assignment]
         for turn in range(2):
