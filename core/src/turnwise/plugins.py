@@ -232,9 +232,8 @@ class Registry:
             if is_there(item):
                 self._declare_module(item)
                 return
-            stems = {
-                stem(e.distribution): e.distribution for e in self._entries
-            }  # the prefix alone makes no two names alike
+            # The prefix alone makes no two names alike.
+            stems = {stem(e.distribution): e.distribution for e in self._entries}
             near = difflib.get_close_matches(stem(requirement.name), stems, n=1)
             hint = f" (did you mean {stems[near[0]]!r}?)" if near else ""
             raise UndeclaredError(f"{requirement.name!r} is not installed{hint}", install=item) from None

@@ -65,9 +65,8 @@ def train(path: Path, overrides: Sequence[str]) -> None:
         outcome = asyncio.run(pipeline.run())
     except BaseException as error:  # sys.exit() in a plugin is a failure, too, whatever its status
         lines = [f"saved: {pipeline.progress.saved or 'nothing yet'}"]
-        if (
-            pipeline.progress.saved is not None and pipeline.progress.first is not None
-        ):  # what could not even be resumed is no advice
+        # What could not even be resumed is no advice.
+        if pipeline.progress.saved is not None and pipeline.progress.first is not None:
             lines.append(f"resume: {_resume_command(path, overrides, pipeline)}")
         where = "\n".join(lines)
         if isinstance(error, Interrupted | KeyboardInterrupt):

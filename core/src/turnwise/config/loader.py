@@ -133,9 +133,8 @@ def _declare(merged: Merged, folder: FilePath, registry: Registry, report: Repor
         registry.declare(names, folder)
     except PluginError as error:
         text = str(error).removeprefix("plugins: ")
-        if report.planning and isinstance(
-            error, MissingPluginError
-        ):  # what is really needed of them is looked up by name later
+        # What is really needed of them is looked up by name later.
+        if report.planning and isinstance(error, MissingPluginError):
             report.warn(("plugins",), text)
             return
         report.cause = error.__cause__ or error

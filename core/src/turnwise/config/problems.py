@@ -169,9 +169,8 @@ class Report:
         text = " ".join(part.strip() for part in text.splitlines())  # what a plugin or a parser says may have several
         text = _WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-20:]}", text)
         line = masked(f"{self.sources.where(path)}: {dotted(self.sources.written(path))}: {text}", self.secrets)
-        return (
-            line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} … {line[-LONGEST_LINE // 2 :]}"
-        )  # the fix stands at the end
+        # Cut in the middle: the fix stands at the end.
+        return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} … {line[-LONGEST_LINE // 2 :]}"
 
 
 def masked(text: str, secrets: Mapping[str, str]) -> str:

@@ -70,7 +70,7 @@ def _takes_response(cls: Any) -> bool:
         AttributeError,
         TypeError,
         ValueError,
-    ):  # no step (reported when it is called), or one that has no signature
+    ):
         return False
 
 

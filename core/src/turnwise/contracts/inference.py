@@ -85,9 +85,8 @@ class InferenceContext:
         """Whether `named`, a folder of this machine or a hub id with which a server was started, is `model`."""
         if self.model is None:
             return False
-        fetched = {f"models--{named.replace('/', '--')}"} & {
-            part.name for part in self.model.parents
-        }  # the hub's cache keeps a model so
+        # The hub's cache keeps a model so.
+        fetched = {f"models--{named.replace('/', '--')}"} & {part.name for part in self.model.parents}
         return bool(fetched) or Path(named).expanduser().resolve() == self.model.resolve()
 
     @property

@@ -53,9 +53,8 @@ def discounted_sums(values: np.ndarray, labels: np.ndarray, gamma: float) -> np.
         raise ValueError(f"gamma must lie in [0, 1], got {gamma!r}")
     total = np.array(values, np.float64)
     ends = run_ends(labels)
-    following = (
-        np.repeat(ends, ends - run_starts(labels)) - np.arange(len(total)) - 1
-    )  # entries after each one in its run
+    # Entries after each one in its run.
+    following = np.repeat(ends, ends - run_starts(labels)) - np.arange(len(total)) - 1
     longest = int(following.max(initial=0))
     reach, factor = 1, float(gamma)
     # A factor that underflows to 0 adds nothing any more.

@@ -166,6 +166,7 @@ def test_strangers_are_sent_away(hub: Hub, members: list[Member]) -> None:
     for said in (
         b"GET / HTTP/1.1\r\n",
         json.dumps({"token": "guessed", "ranks": 1, "holds": "", "device": "cpu"}).encode() + b"\n",
+        b'{"token": "\\ud800"}\n',
     ):
         strangers.append(socket.create_connection(place, 5))
         strangers[-1].sendall(said)

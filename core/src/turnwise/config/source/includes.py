@@ -42,9 +42,8 @@ def read_layers(file: FilePath, name: str) -> Includes:
 
 def _read(file: FilePath, name: str, found: Includes, above: tuple[FilePath, ...]) -> None:
     found.files += 1
-    if (
-        found.files > MOST_FILES
-    ):  # not collected with the other problems: the files that are still to come would add theirs
+    # Not collected with the other problems: the files that are still to come would add theirs.
+    if found.files > MOST_FILES:
         raise _TooManyError(f"{name}: defaults: reads more than {MOST_FILES} files. Fix: include each once")
     layer = read_yaml(file, name)
     entries = layer.data.pop("defaults", None)

@@ -46,9 +46,8 @@ def resolve(merged: Merged, report: Report) -> Resolved:
 
     Raises ConfigError at once where the result would be larger than a configuration may be."""
     if not OmegaConf.has_resolver("now"):
-        register = (
-            getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
-        )  # the newer name, from 2.4 on
+        # The newer name, from 2.4 on.
+        register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
         register("now", _now, use_cache=True)
     # OmegaConf resolves at every access anew, so values that name each other would take exponential time; `plain` keeps
     # each result.
@@ -136,9 +135,8 @@ class _Resolution:
     def _write(self, path: Path, value: Any) -> None:
         if isinstance(value, dict | list) and len(path) + _depth(value) > DEEPEST:
             raise _TooMuchError(f"more than {DEEPEST} blocks inside each other, copied by `${{…}}`. Fix: copy fewer")
-        if not isinstance(
-            value, dict | list
-        ):  # a block is copied from `plain`, and OmegaConf takes a millisecond for each of its values
+        # A block is copied from `plain`, and OmegaConf takes a millisecond for each of its values.
+        if not isinstance(value, dict | list):
             self._holder(self.config, path)[path[-1]] = escaped(value)
         self._holder(self.plain, path)[path[-1]] = value
 

@@ -193,9 +193,8 @@ def _build(loader: Any, node: Any, path: Path, found: YamlFile, around: tuple[in
         return [_build(loader, child, (*path, i), found, around) for i, child in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
         return _scalar(loader, node)
-    own = found.own_keys.setdefault(
-        id(node), {id(key) for key, _ in node.value}
-    )  # before `<<` brings others, which may be written over
+    # Before `<<` brings others, which may be written over.
+    own = found.own_keys.setdefault(id(node), {id(key) for key, _ in node.value})
     loader.flatten_mapping(node)
     result: dict[Hashable, Any] = {}
     lines: dict[Hashable, int] = {}
@@ -203,9 +202,8 @@ def _build(loader: Any, node: Any, path: Path, found: YamlFile, around: tuple[in
         key = _key(loader, key_node)
         here = key_node.start_mark.line + 1
         if id(key_node) in own:
-            twin = next(
-                (k for k in (key, str(key), _number(key)) if k in lines), None
-            )  # 1 and '1' are one key of a configuration
+            # 1 and '1' are one key of a configuration.
+            twin = next((k for k in (key, str(key), _number(key)) if k in lines), None)
             if twin is not None:
                 found.problems.append(
                     f"{found.name}:{here}: the key {key!r} stands here and in line {lines[twin]}. Fix: keep one"

@@ -51,9 +51,8 @@ class Hand:
         options = {} if tasks is None else {"options": {"index": seed % tasks}}
         observation, self._info = check_reset(self.call(self.environment.reset(seed=seed, **options)), "environment")
         self.log, self.done = [observation, _reported(self._info)], False
-        self._draw = np.random.default_rng(
-            0
-        )  # the same choices for every seed: what differs comes from the environment
+        # The same choices for every seed: what differs comes from the environment.
+        self._draw = np.random.default_rng(0)
 
     def step(self) -> None:
         legal = tuple(self._info.get("actions") or self.texts)
@@ -196,9 +195,8 @@ def test_info_holds_what_the_contract_names(implementation: Subject, runner: asy
 def test_an_empty_action_is_answered(implementation: Subject, runner: asyncio.Runner) -> None:
     player = hand(implementation, runner)
     player.reset(0)
-    check_step(
-        player.call(player.environment.step("")), "environment"
-    )  # '' is what the manager sends when it found no action
+    # '' is what the manager sends when it found no action.
+    check_step(player.call(player.environment.step("")), "environment")
 
 
 def test_an_environment_that_takes_the_response_plays_with_and_without_it(

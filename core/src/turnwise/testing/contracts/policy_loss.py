@@ -79,9 +79,8 @@ def test_shape_and_metrics(implementation: Subject, torch: Any) -> None:
 def test_gradient_flows_through_the_new_log_probs_alone(implementation: Subject, torch: Any) -> None:
     columns = random_columns(torch)
     before = {name: column.clone() for name, column in columns.items()}
-    tracked = {
-        name: columns[name].requires_grad_() for name in ("log_probs", "entropy")
-    }  # the rest is data in training
+    # The rest is data in training.
+    tracked = {name: columns[name].requires_grad_() for name in ("log_probs", "entropy")}
     loss, _ = build(implementation).loss(view(columns))
     assert loss.requires_grad, "the loss carries no gradient. Fix: compute it from view.log_probs or view.log_ratio."
     through, beside = torch.autograd.grad(loss.sum(), list(tracked.values()), allow_unused=True)

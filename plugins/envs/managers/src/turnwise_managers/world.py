@@ -121,9 +121,8 @@ class World:
         """Note what the environment reported; returns the metrics of this answer."""
         self.observation = self.kept(observation)
         key = info.get("state_key")
-        self.anchor = (
-            self.observation if key is None else copy.deepcopy(key)
-        )  # an environment may go on writing into its state
+        # Copied, for an environment may go on writing into its state.
+        self.anchor = self.observation if key is None else copy.deepcopy(key)
         if info.get("success") is not None:
             self.success = bool(info["success"])
         if info.get("actions") is not None:

@@ -50,9 +50,8 @@ def engine_config(config: DeepspeedConfig, context: TrainContext) -> dict[str, A
     # `auto` means that the run sets the value, as it does for a trainer elsewhere: here it is as if left out.
     zero = {**_without_auto(config.zero_optimization), "stage": stage}
     if stage != 2:
-        zero.setdefault(
-            "overlap_comm", False
-        )  # elsewhere DeepSpeed supports it only with a fixed number of micro-batches
+        # Elsewhere DeepSpeed supports it only with a fixed number of micro-batches.
+        zero.setdefault("overlap_comm", False)
     settings = {
         **{name: value for name, value in _without_auto(config.engine_args).items() if name not in OURS},
         **FIXED,

@@ -58,9 +58,8 @@ def join(ranks: Ranks, device: torch.device) -> Any:
             f"DeepSpeed drives the {kind} in this process and the role is on the {device.type}. Fix: {fix}"
         )
     index = str(device.index or 0)
-    if (
-        os.environ.setdefault("LOCAL_RANK", index) != index and device.type == "cuda"
-    ):  # DeepSpeed reads its device there, again and again
+    # DeepSpeed reads its device from LOCAL_RANK, again and again: it cannot change once a role has set it.
+    if os.environ.setdefault("LOCAL_RANK", index) != index and device.type == "cuda":
         raise MachineError(
             f"this process already drives device {os.environ['LOCAL_RANK']} (LOCAL_RANK), the role is on device {index}"
         )

@@ -125,9 +125,8 @@ class DeepspeedStrategy(ModelStrategy):
         self.engine.eval()
         if self.context.dtype == "bf16":
             masters.set_masters(self._deepspeed, self.engine, self.stage, starts)
-        if (
-            optimizer is not None and self.engine.optimizer is optimizer
-        ):  # stage 0 in fp32: DeepSpeed gives no norm, and steps with any gradient
+        # Stage 0 in fp32: DeepSpeed gives no norm, and steps with any gradient.
+        if optimizer is not None and self.engine.optimizer is optimizer:
             optimizer.register_step_pre_hook(lambda *_: self._clip_ourselves())
 
     # ---------------------------------------------------------------- one forward pass of the engine

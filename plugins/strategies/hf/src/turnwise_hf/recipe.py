@@ -168,11 +168,12 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -
 def _with_vision(recipe: Recipe, text: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """The options of a vision-language model around those of its text model."""
     half = recipe.hidden_size // recipe.num_heads // 2
+    # Time, height, width: the shares of Qwen2.5-VL.
     sections = [
         half - 2 * (3 * half // 8),
         3 * half // 8,
         3 * half // 8,
-    ]  # time, height, width: the shares of Qwen2.5-VL
+    ]
     vision = {
         "depth": recipe.num_layers,
         "hidden_size": recipe.hidden_size,

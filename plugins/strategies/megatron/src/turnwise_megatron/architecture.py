@@ -214,7 +214,6 @@ def _expert_sizes(experts: Experts, config: MegatronConfig) -> Iterator[str]:
             f"tensor_model_parallel_size: {tensor} of a model with experts needs sequence parallelism. Fix:"
             " sequence_parallel: true"
         )
-    if (
-        expert == 1 and expert_tensor != tensor
-    ):  # Megatron reduces the gradients of experts as those of other weights then
+    # Megatron reduces the gradients of experts as those of other weights then.
+    if expert == 1 and expert_tensor != tensor:
         yield f"expert_tensor_parallel_size: {expert_tensor} needs an expert_model_parallel_size over 1. Fix: remove it"

@@ -158,9 +158,8 @@ class Folder:
         return FusedExpert(whole, int(expert["number"]), rows if expert["part"] == "up" else 0, rows)
 
     def _found(self, name: str) -> tuple[Any, str] | None:
-        return self._files.get(name) or self._files.get(
-            name.removeprefix("model.")
-        )  # a backbone's names have no prefix
+        # A backbone's names have no prefix.
+        return self._files.get(name) or self._files.get(name.removeprefix("model."))
 
 
 def load(

@@ -57,10 +57,11 @@ class Attention(nn.Module):
         mask = None
         if self.group is not None:
             size, width = self.group.size(), len(query)
+            # The gradient of a key is the sum over the ranks that used it.
             options = {
                 "tensor_parallel_output_grad": True,
                 "group": self.group,
-            }  # the gradient of a key is the sum over the ranks that used it
+            }
             key, value = (gather_from_sequence_parallel_region(x.contiguous(), **options) for x in (key, value))
             there = torch.cat([context_positions(width * size, size, rank) for rank in range(size)])
             here = context_positions(width * size, size, self.group.rank())

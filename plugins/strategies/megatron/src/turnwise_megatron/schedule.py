@@ -51,10 +51,11 @@ class Schedule:
             def worked(output: Tensor, non_loss_data: bool = False) -> Any:
                 self._current = output, share
                 value, sums = work(batch)
+                # On the CPU: the answer is pickled for the other ranks, which have other devices.
                 answer = (
                     value.detach().cpu(),
                     {name: (x.cpu(), w.cpu()) for name, (x, w) in sums.items()},
-                )  # other ranks have other devices
+                )
                 return (
                     answer if non_loss_data else (value, torch.zeros((), dtype=torch.int, device=value.device), answer)
                 )

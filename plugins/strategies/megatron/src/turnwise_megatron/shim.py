@@ -95,9 +95,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         return torch.get_rng_state()
 
     def on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
-        return (
-            tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-        )  # Megatron's own makes numbers of a GPU's tensors alone
+        # Megatron's own makes numbers of a GPU's tensors alone.
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     gather, scatter = dist.all_gather, dist.reduce_scatter
 

@@ -91,9 +91,8 @@ class MegatronStrategy(ModelStrategy):
                 f"strategy megatron cannot freeze {', '.join(context.frozen)}. Fix: strategy_name: torch or deepspeed"
             )
             problems.append(Problem(role, text))
-        known = (
-            refusals(context.model, config) if context.model != Path() else []
-        )  # before a run the model is not prepared yet
+        # Before a run the model is not prepared yet.
+        known = refusals(context.model, config) if context.model != Path() else []
         return [*problems, *arguments.problems(role, config.engine_args), *(Problem("", line) for line in known)]
 
     def _build(self, folder: convert.Folder) -> None:

@@ -107,9 +107,7 @@ class Answer:
         for level, text in self.records:
             log.log(level, "%s: %s", where, text)
 
-    def unwrap(
-        self, where: str, otherwise: type[TurnwiseError]
-    ) -> Any:  # what the process returned, which the caller knows
+    def unwrap(self, where: str, otherwise: type[TurnwiseError]) -> Any:  # what the process returned
         """The value; its failure is raised here, once what was logged is in the driver's log."""
         self.log_records(where)
         if self.failure is not None:

@@ -74,10 +74,11 @@ class Cluster:
                 options["object_store_memory"] = config.object_store_mb * 2**20
         else:
             options["address"] = config.address
+        # No telemetry; CUDA_VISIBLE_DEVICES is ours to set.
         for name in (
             "RAY_USAGE_STATS_ENABLED",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
-        ):  # no telemetry; CUDA_VISIBLE_DEVICES is ours to set
+        ):
             os.environ.setdefault(name, "0")
         try:
             ray.init(**options)

@@ -43,9 +43,8 @@ class TrainRank(Process):
     def _start(self, home: Home, plan: bytes, ranks: Ranks, devices: tuple[int, ...]) -> Any:
         host, _, port = ranks.address.rpartition(":")
         # What engines read that expect a launcher; what the user set stays.
-        device = (
-            devices[0] if devices else ranks.local_rank
-        )  # engines take LOCAL_RANK for the number of their GPU, of which each rank sees one
+        # Engines take LOCAL_RANK for the number of their GPU, of which each rank sees one.
+        device = devices[0] if devices else ranks.local_rank
         launched = {
             "RANK": ranks.rank,
             "WORLD_SIZE": ranks.size,

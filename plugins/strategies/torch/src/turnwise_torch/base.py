@@ -52,6 +52,7 @@ class ModelStrategy:
     def __init__(self, context: TrainContext, device: torch.device) -> None:
         self.context, self.device = context, device
         self.group = ProcessGroup(context.ranks, device, context.runtime_timeout)
+        # A value head has a loss of its own, and a frozen role none.
         self.loss = (
             build_loss(context.objective) if context.trainable and context.head == "lm" and context.objective else None
         )
@@ -90,6 +91,8 @@ class ModelStrategy:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in the compute dtype as checkpoints have them (experts one by one), adapters added, tied ones
         under every name; all ranks iterate, rank 0's tensors count."""
+        # Checkpoints of a critic hold its backbone under the names of a model without a head; the value head has a file
+        # of its own.
         backbone = self.model.backbone if isinstance(self.model, models.ValueModel) else self.model
         yield from to_checkpoint(
             backbone, lora.whole_tensors(backbone, self._whole, models.torch_dtype(self.context.dtype))
@@ -134,6 +137,7 @@ class ModelStrategy:
         loss or the gradient is not finite on one of them. Raises TrainerError."""
         if not self.context.trainable:
             raise TrainerError(f"{self.context.role} is not trainable: it was built without an optimizer")
+        # Counts also when no step is made: it numbers what the pipeline asked for.
         self._updates += 1
         columns = objective_columns(update)
         # Asked of all ranks: one that returned by itself would leave the others waiting in their collectives.
@@ -208,6 +212,8 @@ class ModelStrategy:
             values = self._values(batch)
             return value_objective(values, column_tensors(columns, batch.responses, values), objective.value_clip)
         assert self.loss is not None
+        # The entropy's graph doubles what a chunk of logits needs: without a bonus it is a metric and carries no
+        # gradient.
         log_probs, entropy = self._log_probs(
             batch, entropy=objective.entropy or update.entropy_coef != 0, entropy_gradient=update.entropy_coef != 0
         )

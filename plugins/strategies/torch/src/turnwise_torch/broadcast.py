@@ -29,7 +29,6 @@ from turnwise_torch.stream import Bucket, Lines
 
 _GREETING = 10.0
 """Seconds in which whoever connects has to say who it is; another may wait behind it."""
-# Seconds between two looks at whether a partner hung up while a collective waits.
 
 
 class Hub:
@@ -70,6 +69,8 @@ class Hub:
             nccl = self.device.type == "cuda" and all(greeting["device"] == "cuda" for greeting in greetings)
             # The store outlives a group, and the keys of an aborted one stay in it: every group has a name of its own.
             self._name, self._size, self._backend = f"turnwise-{secrets.token_hex(8)}", size, "nccl" if nccl else "gloo"
+        # Rank 0 is the sender. A receiver may stand for several processes (tensor parallel engines): their ranks follow
+        # on each other.
         assigned, rank = [], 1
         for greeting in greetings:
             assigned.append({**self._facts(rank), "new": self._group is None})
@@ -140,6 +141,8 @@ class Broadcast:
         try:
             with self._as_trainer_error(lines):
                 self._meet(lines)
+            # Asking for a bucket gathers weights: what fails there is the trainer's own and must not be blamed on a
+            # receiver, so it stands outside the translation of errors.
             for bucket in buckets:
                 with self._as_trainer_error(lines):
                     self._pass(bucket, lines)
@@ -174,6 +177,7 @@ class Broadcast:
         # Ranks can be numbered only now that all have come and it is known how many processes each stands for.
         for line, group in zip(lines, self._hub.assign(greetings), strict=True):
             line.write({"group": group})
+        # Joining may wait for every member: only after each of them was told its rank.
         self._hub.join(lines)
         for line in lines:
             line.read()
@@ -192,8 +196,10 @@ class Broadcast:
         try:
             yield
         except (OSError, EOFError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors
+            # torch's OutOfMemoryError is a RuntimeError; turnwise_torch.guard turns it into advice.
             if is_out_of_memory(error):
                 raise
+            # gloo and NCCL report a timeout as a RuntimeError in words of their own.
             late = isinstance(error, TimeoutError) or "timeout" in str(error).lower()
             what = (
                 f"did not join or read the weights within weight_sync_timeout = {self._hub.timeout:g} s"
@@ -230,6 +236,7 @@ class Call:
         try:
             with _as_engine_error():
                 self.line.write({"token": payload["token"], "ranks": ranks, "holds": holds, "device": device})
+                # Waits for all other receivers, too: the trainer numbers ranks once all have come.
                 self.group: Mapping[str, Any] = self.line.read()["group"]
         except BaseException:
             self.line.close()
@@ -294,6 +301,7 @@ class Member:
                 call.answer()
             whole = True
         finally:
+            # A group in which a collective was cut short cannot be used again; the sender drops its end as well.
             if not whole:
                 self.leave()
             call.close()
@@ -321,9 +329,10 @@ def _greeting(line: Lines, token: str) -> Mapping[str, Any] | None:
         greeting = line.read()
     except (OSError, EOFError, ValueError):
         return None
+    # JSON may hold half a surrogate pair, which has no UTF-8: no stranger's bytes may end the update.
+    said = str(greeting.get("token")).encode(errors="replace") if isinstance(greeting, dict) else b""
     # In constant time, for whoever reaches the port may guess.
-    known = isinstance(greeting, dict) and secrets.compare_digest(str(greeting.get("token")).encode(), token.encode())
-    return greeting if known else None
+    return greeting if secrets.compare_digest(said, token.encode()) else None
 
 
 def _write(lines: Sequence[Lines], message: Mapping[str, Any]) -> None:

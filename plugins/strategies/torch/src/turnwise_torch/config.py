@@ -82,6 +82,8 @@ class TorchConfig:
             return self._sharded(count, width, world, trainable)
         if not trainable:
             return {"weights": count * width, "gradients": 0, "optimizer": 0}
+        # A 16-bit parameter has an fp32 sum of its gradients and an fp32 master beside it, 4 bytes each; AdamW's two
+        # moments are 8.
         half = width == 2
         return {"weights": count * width, "gradients": count * (width + 4 * half), "optimizer": count * (8 + 4 * half)}
 

@@ -37,6 +37,7 @@ def to_checkpoint(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iter
         return
     for unit in units(named):
         tensors = dict(unit)
+        # Whoever cut the units still holds this list: without it a layer would stay beside its converted form.
         unit.clear()
         yield from _reverted(model, rules, tensors).items()
 
@@ -108,7 +109,10 @@ def _rules(model: nn.Module) -> list[Any]:
     those names too."""
     named: Any = model
     rules = [
-        rule for rule in get_model_conversion_mapping(named, add_legacy=False) if not isinstance(rule, PrefixChange)
+        # Legacy names (LayerNorm's gamma and beta) occur in old files alone, and none is written here.
+        rule
+        for rule in get_model_conversion_mapping(named, add_legacy=False)
+        if not isinstance(rule, PrefixChange)
     ]
     return rules if any(isinstance(rule, WeightConverter) for rule in rules) else []
 

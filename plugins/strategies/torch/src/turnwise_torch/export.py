@@ -17,6 +17,7 @@ from turnwise_torch import lora, models
 from turnwise_torch.stream import buckets
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
+# One file's tensors are held in main memory while it is written.
 FILE_BYTES = 4 * 2**30
 
 
@@ -62,9 +63,9 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], size: int
     """One `model.safetensors`, or several files of about `size` bytes with their index."""
     files: dict[str, list[str]] = {}
     total = 0
-    held = (
-        (name, tensor.detach().cpu()) for name, tensor in weights
-    )  # a file's worth of gathered tensors would fill the device
+    # A file's worth of gathered tensors would fill the device.
+    held = ((name, tensor.detach().cpu()) for name, tensor in weights)
+    # Buckets keep a decoder layer in one file; their number is known only at the end, hence the renaming below.
     for number, bucket in enumerate(buckets(held, size), 1):
         file = f"model-{number:05d}.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in bucket}, folder / file, {"format": "pt"})

@@ -98,14 +98,14 @@ class ShardedModel:
             wide = torch.promote_types(compute, torch.float32) if trainable and parameter.requires_grad else compute
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(wide)
-        for module in (
-            self.model.modules()
-        ):  # it was loaded wider, to be dealt out; an export is in the compute dtype and says so
+        # It was loaded wider, to be dealt out; an export is in the compute dtype and says so.
+        for module in self.model.modules():
             if hasattr(module, "config"):
                 module.config.dtype = compute
 
     def _shard(self, context: TrainContext) -> Root:
         options: dict[str, Any] = {"mesh": init_device_mesh(self.device.type, (self.ranks.size,))}
+        # A frozen model is stored as it computes: nothing to cast.
         if context.trainable and context.dtype == "bf16":
             # Summed over the ranks in fp32 as well, like everything behind the backward pass (see MasterAdamW).
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -134,6 +134,7 @@ class ShardedModel:
             else:
                 whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
             part = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements)
+            # By identity: a tied parameter is named once above, and stands in two modules below.
             parts[id(parameter)] = nn.Parameter(
                 part.cpu() if self._offload else part, requires_grad=parameter.requires_grad
             )
@@ -175,6 +176,7 @@ def _skeleton(loaded: nn.Module | None, context: TrainContext) -> nn.Module:
     dist.broadcast_object_list(described, 0)
     kind, config, dtype, value = described[0]
     with _empty_parameters():
+        # `_from_config` of the class itself: AutoModel's public one would choose a class by the configuration.
         model: nn.Module = kind._from_config(config, dtype=dtype, attn_implementation=config._attn_implementation)
         model = models.ValueModel(model) if value else model
         lora.choose_trained(model, context)
@@ -183,6 +185,7 @@ def _skeleton(loaded: nn.Module | None, context: TrainContext) -> nn.Module:
 
 def _values(loaded: nn.Module, context: TrainContext) -> dict[str, Tensor]:
     """Everything that ranks are dealt: parameters by name, adapters at their start, and `buffer/` names."""
+    # In place of PEFT's own values, which depend on the global random state.
     adapters = lora.initial_values(loaded, context.seed) if context.trainable else {}
     return {
         **dict(loaded.named_parameters()),

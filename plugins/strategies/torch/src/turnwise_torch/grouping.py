@@ -17,6 +17,7 @@ from torch import Tensor
 from turnwise_torch.stream import Lines
 
 T = TypeVar("T")
+# Seconds between two looks at whether a partner hung up while a collective waits.
 _LOOK = 0.05
 
 
@@ -38,9 +39,9 @@ def group_of(facts: Mapping[str, Any], store: Any, address: str, timeout: float)
     kind = "cpu" if facts["backend"] == "gloo" else "cuda"
     place = dist.PrefixStore(f"{kind}/", dist.PrefixStore(f"{facts['name']}/", dist.PrefixStore(facts["name"], store)))
     if facts["backend"] == "gloo":
+        # Private in torch, and the only way to bind gloo to the address by which the partners know this process.
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        # Private in torch, and the only way to bind gloo to the address by which the partners know this process.
         options._timeout = timedelta(seconds=timeout)
         return dist.ProcessGroupGloo(place, facts["rank"], facts["size"], options)
     options = dist.ProcessGroupNCCL.Options()
@@ -53,10 +54,10 @@ def broadcast_within(
     group: Any, tensors: Sequence[Tensor], device: torch.device, lines: Sequence[Lines], timeout: float
 ) -> None:
     """From rank 0 to all, to the end."""
+    # Device and stream are a thread's own: what was computed here has to be complete before another thread sends.
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
-    # Device and stream are a thread's own: what was computed here has to be complete before another thread sends.
     def work() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -81,6 +82,7 @@ def watched(work: Callable[[], T], lines: Sequence[Lines], timeout: float) -> T:
         except BaseException as error:
             done.set_exception(error)
 
+    # daemon: a collective that never returns must not keep the process from ending.
     threading.Thread(target=run, name="turnwise-broadcast", daemon=True).start()
     end = time.monotonic() + timeout
     while not concurrent.futures.wait([done], _LOOK).done:

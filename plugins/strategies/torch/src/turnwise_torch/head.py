@@ -84,7 +84,8 @@ def fused_head(hidden: Tensor, head: nn.Module, temperature: float) -> bool:
     memory: on a GPU with 16-bit weights, where the package is installed. It takes logits as they are, so at temperature
     1 only: hidden states divided in 16 bits would round otherwise than logits divided in 32."""
     sixteen = hidden.dtype in (torch.bfloat16, torch.float16) and hidden.is_cuda
-    whole = head.weight.numel() == head.out_features * head.in_features  # type: ignore[operator,union-attr] # not so where ZeRO-3 holds parts
+    # ZeRO-3 leaves a parameter of no elements wherever its own hooks have not gathered it.
+    whole = head.weight.numel() == head.out_features * head.in_features  # type: ignore[operator,union-attr]
     plain = temperature == 1 and whole and getattr(head, "bias", None) is None
     return bool(sixteen and plain) and importlib.util.find_spec("cut_cross_entropy") is not None
 
@@ -92,11 +93,13 @@ def fused_head(hidden: Tensor, head: nn.Module, temperature: float) -> bool:
 def _log_probs(
     hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, entropy: bool, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
+    # Widened first: divided in 16 bits, logits would be rounded a second time.
     logits = _wide(head(hidden)) / temperature
     normaliser = logits.logsumexp(-1)
     log_probs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
     if not entropy:
         return log_probs, None
+    # As a metric alone it needs no graph, which would keep a second tensor as large as the logits.
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         every = logits - normaliser[:, None]
         return log_probs, -(every.exp() * every).sum(-1)

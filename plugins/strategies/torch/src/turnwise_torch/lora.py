@@ -20,9 +20,12 @@ from turnwise.contracts.train import Lora, TrainContext
 from turnwise.errors import ConfigError, Problem, did_you_mean, listed
 from turnwise_torch.models import ValueModel, first_line
 
+# PEFT's name for the only adapter: part of parameters' names in the model, and left out of those in its files.
 ADAPTER = "default"
 ADAPTER_FOLDER = "adapter"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# A text of names (the form that the field's YAMLs use), apart from a regular expression and from `all-linear`, which
+# has a hyphen.
 _NAMES = re.compile(r"[\w.]+(\s*,\s*[\w.]+)*")
 
 Gather = Callable[[Tensor], Tensor]
@@ -51,6 +54,7 @@ def choose_trained(model: nn.Module, context: TrainContext) -> None:
     Raises ConfigError: modules or prefixes that the model does not have, or nothing left to train.
     """
     lora = context.lora if context.trainable else None
+    # Before the loop below, which has to see the adapters' parameters.
     if lora is not None:
         _add_adapters(model, lora, context.role)
     for name, parameter in model.named_parameters():
@@ -62,12 +66,8 @@ def choose_trained(model: nn.Module, context: TrainContext) -> None:
     for prefix in context.frozen:
         _freeze(model, prefix, context.role)
     if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError(
-            [
-                f"{context.role}.model_args.freeze_module_prefix: {listed(context.frozen)} leaves nothing to train. Fix:"
-                " freeze less"
-            ]
-        )
+        place = f"{context.role}.model_args.freeze_module_prefix"
+        raise ConfigError([f"{place}: {listed(context.frozen)} leaves nothing to train. Fix: freeze less"])
 
 
 def beginnings(model: nn.Module, name: str) -> tuple[str, ...]:
@@ -93,6 +93,7 @@ def initial_values(model: nn.Module, seed: int) -> dict[str, Tensor]:
             continue
         out[name] = torch.zeros(parameter.shape)
         if ".lora_A." in name:
+            # nn.Linear and PEFT say kaiming_uniform_(a=√5), which is ±1/√fan-in; A is [rank, fan-in].
             bound = 1 / math.sqrt(parameter.shape[1])
             out[name].uniform_(-bound, bound, generator=generator)
     return out
@@ -127,6 +128,7 @@ def whole_tensors(model: nn.Module, gather: Gather, dtype: torch.dtype) -> Itera
         whole = gather(tensor).detach()
         layer = layers.get(name.rpartition(".base_layer.")[0])
         if layer is not None and name.endswith(".base_layer.weight"):
+            # Rounded once, after the sum: in 16 bits a small adapter would vanish beside the weight.
             whole = whole.to(torch.promote_types(whole.dtype, torch.float32)) + _delta(layer, gather)
         if isinstance(tensor, nn.Parameter) and whole.is_floating_point():
             whole = whole.to(dtype)
@@ -154,9 +156,8 @@ def peft_config(model: nn.Module, base: Path) -> dict[str, Any]:
     """What PEFT's adapter_config.json holds of the model's adapters; `base`: the folder of the model they are for."""
     backbone: Any = _backbone(model)
     config = backbone.peft_config[ADAPTER].to_dict() | {"base_model_name_or_path": str(base), "inference_mode": True}
-    plain: dict[str, Any] = json.loads(
-        json.dumps(config, default=sorted)
-    )  # PEFT's sets become lists, its enumerations texts
+    # PEFT's sets become lists, its enumerations texts.
+    plain: dict[str, Any] = json.loads(json.dumps(config, default=sorted))
     return plain
 
 
@@ -186,12 +187,9 @@ def _add_adapters(model: nn.Module, lora: Lora, role: str) -> None:
     ends = (backbone.get_input_embeddings(), backbone.get_output_embeddings())
     for name, layer in _adapted(backbone):
         if layer in ends or not isinstance(layer, Linear):
-            raise ConfigError(
-                [
-                    f"{place}: {name} is a {type(layer.base_layer).__name__}, adapters are for the linear layers of the"
-                    " backbone. Fix: leave it out"
-                ]
-            )
+            kind = type(layer.base_layer).__name__
+            text = f"{name} is a {kind}, adapters are for the linear layers of the backbone. Fix: leave it out"
+            raise ConfigError([f"{place}: {text}"])
 
 
 def _targets(lora: Lora) -> Any:
@@ -199,6 +197,7 @@ def _targets(lora: Lora) -> Any:
     expression."""
     if not isinstance(lora.target, str):
         return None if lora.target is None else list(lora.target)
+    # PEFT compares names of a list with the ends of modules' names, and a text as a regular expression with the whole.
     return [name.strip() for name in lora.target.split(",")] if _NAMES.fullmatch(lora.target) else lora.target
 
 
@@ -211,12 +210,8 @@ def _freeze(model: nn.Module, prefix: str, role: str) -> None:
     if not found:
         names = (beginnings(model, name)[-2:][0] for name, _ in model.named_parameters())
         known = sorted({re.sub(r"(\.\d+\..*|\.weight|\.bias)$", "", name) for name in names})
-        raise ConfigError(
-            [
-                f"{role}.model_args.freeze_module_prefix: no parameter begins with {prefix!r}.{did_you_mean(prefix, known)}"
-                f" There are: {listed(known)}"
-            ]
-        )
+        text = f"no parameter begins with {prefix!r}.{did_you_mean(prefix, known)} There are: {listed(known)}"
+        raise ConfigError([f"{role}.model_args.freeze_module_prefix: {text}"])
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -65,6 +65,7 @@ class Layout:
     def __attrs_post_init__(self) -> None:
         rows, mask = self.rows, self.rows.response_mask
         at = np.flatnonzero(mask)
+        # Response tokens before each boundary between rows: neighbours differ by a row's count.
         before = np.concatenate([[0], np.cumsum(mask)]).astype(np.int64)[rows.offsets]
         count = np.diff(before)
         position = at - np.repeat(rows.offsets[:-1], count)
@@ -101,9 +102,9 @@ class Layout:
         fill = np.add.reduceat(needed, np.cumsum(sizes) - sizes)
         width = int(fill.max())
         row = np.repeat(np.arange(len(rows)), sizes)
-        at = (
-            row * width + np.cumsum(needed) - needed - np.repeat(np.cumsum(fill) - fill, sizes)
-        )  # where each sample begins
+        # Where each sample begins among the flat b·w positions.
+        at = row * width + np.cumsum(needed) - needed - np.repeat(np.cumsum(fill) - fill, sizes)
+        # Padding has the id 0, a token like any other: it stands to the right, where causal attention hides it.
         ids = np.zeros(len(rows) * width, np.int64)
         ids[ranges(at, needed)] = self.rows.input_ids[ranges(self.rows.offsets[samples], needed)]
         responses = ranges(self.first[samples], count)
@@ -115,6 +116,7 @@ class Layout:
             predictors=torch.from_numpy(np.repeat(at, count) + position - 1).to(device),
             targets=torch.from_numpy(targets).to(device),
             responses=responses,
+            # With one sample in every row causal attention alone is right, and no mask has to be built.
             packing=_packing(sizes, needed, fill, device) if len(samples) > len(rows) else None,
         )
 

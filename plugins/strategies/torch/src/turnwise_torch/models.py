@@ -86,9 +86,8 @@ def hidden_states(model: nn.Module, batch: MicroBatch) -> Tensor:
     """
     backbone, ids, packing = backbone_of(model), batch.input_ids, batch.packing
     pixels, mask = batch.pixels, batch.image_mask
-    if (
-        batch.beside is not None
-    ):  # in the order in which other ranks run the tower: sharded parameters are gathered by all at once
+    # In the order in which other ranks run the tower: sharded parameters are gathered by all at once.
+    if batch.beside is not None:
         pixels, mask = batch.beside, torch.zeros_like(ids, dtype=torch.bool)
     if pixels is not None:
         assert mask is not None
@@ -116,6 +115,7 @@ def check_packing(model: nn.Module) -> None:
     or linear attention."""
     backbone = backbone_of(model)
     config: Any = backbone.config
+    # Where a configuration lists its layers' types, transformers goes by these; sliding_window says it for the others.
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     others += (
         ["sliding_attention"]
@@ -133,6 +133,7 @@ def check_packing(model: nn.Module) -> None:
 def _packs(model: nn.Module) -> bool:
     """Whether two samples in one row have the hidden states that they have alone."""
     device = next(model.parameters()).device
+    # Of different lengths and contents: samples that see each other then differ from what they are alone.
     first, second = (
         torch.arange(5, device=device)[None] % vocabulary(model),
         torch.arange(3, 10, device=device)[None] % vocabulary(model),
@@ -149,15 +150,15 @@ def _packs(model: nn.Module) -> bool:
             if is_out_of_memory(error):
                 raise
             return False  # the backbone takes no positions, or no mask of this shape
+    # Room for the rounding of bf16, in which attention over a longer row sums in another order.
     return float((together - alone).norm()) <= 0.02 * float(alone.norm())
 
 
 def check_head(model: nn.Module) -> None:
     """Raise TrainerError if the model's logits are more than its LM head over its last hidden states (soft-capping,
     scaling)."""
-    capped = getattr(
-        model.config, "final_logit_softcapping", None
-    )  # small logits would hide it from the comparison below
+    # Small logits would hide it from the comparison below.
+    capped = getattr(model.config, "final_logit_softcapping", None)
     ids = torch.arange(4, device=next(model.parameters()).device)[None] % vocabulary(model)
     with torch.no_grad():
         whole = model(input_ids=ids, use_cache=False).logits.float()
@@ -174,6 +175,7 @@ def tied_names(model: nn.Module) -> set[str]:
     embeddings."""
     seen: set[int] = set()
     tied = set()
+    # Without keep_vars every entry would be a tensor object of its own, and no two of them the same.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in seen:
             tied.add(name)
@@ -238,6 +240,7 @@ def _load(auto: Any, folder: Path, dtype: str, attn_implementation: str, trust_r
             f"the model in {folder} lacks {len(missing)} weights, the first is {missing[0]!r}. Fix: fetch or export the"
             " folder again"
         )
+    # Without dropout: old and new log-probs of unchanged weights have to be equal.
     return model.eval()
 
 

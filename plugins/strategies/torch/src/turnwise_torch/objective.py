@@ -25,6 +25,7 @@ KL: dict[str, Callable[[Tensor], Tensor]] = {
     "k3": lambda d: torch.expm1(-d) + d,
 }
 """KL estimators as functions of d = log π − log π_ref (Schulman 2020, "Approximating KL divergence")."""
+# verl's names for them.
 KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 VIEW_COLUMNS = (
@@ -86,6 +87,7 @@ def objective_columns(update: Update) -> dict[str, np.ndarray]:
         if name not in update.rows.columns:
             raise TrainerError(f"an update needs the column {name!r}, it has: {listed(update.rows.columns)}")
     columns = {name: column for name, column in update.rows.columns.items() if column.dtype.kind in "biuf"}
+    # NaN: the sampler gave none. With part of the column a loss would correct some tokens and not others.
     if "infer_log_probs" in columns and np.isnan(columns["infer_log_probs"]).any():
         del columns["infer_log_probs"]
     return columns
@@ -110,6 +112,7 @@ def loss_view(log_probs: Tensor, entropy: Tensor | None, columns: Mapping[str, T
     the new ones."""
     old = columns.get("old_log_probs")
     fresh = log_probs.detach()
+    # Nothing was recomputed where the weights have not moved since: the ratio is 1, and its gradient that of log π.
     old = fresh if old is None else torch.where(old.isnan(), fresh, old)
     # Turns are counted within their trajectory: only both numbers together name a segment.
     rows = torch.stack([columns["trajectory"], columns["turn"]])
@@ -148,10 +151,12 @@ def policy_objective(
     """
     view = loss_view(log_probs, entropy, columns, objective.ratio_type)
     per_token, metrics = _checked(loss.loss(view), objective.loss.name, log_probs)
+    # The train/infer correction weighs the policy's term alone; entropy and KL are of the current policy.
     if "policy_weight" in columns:
         per_token = columns["policy_weight"] * per_token
     with torch.no_grad():
         ratio = view.log_ratio.exp()
+        # approx_kl is the k3 estimator of KL(old ‖ new): never negative, unlike the mean of −log ratio.
         shown = {"ratio_mean": ratio, "approx_kl": torch.expm1(view.log_ratio) - view.log_ratio, **metrics}
     if entropy is not None:
         shown["entropy"] = entropy.detach()

@@ -59,6 +59,7 @@ class MasterAdamW:
 
     def clip(self, max_norm: float) -> float:
         """The norm of all gradients, which are then scaled down to `max_norm` (0: never). May be NaN or infinite."""
+        # A limit of infinity scales nothing and still gives the norm.
         norm = nn.utils.clip_grad_norm_(list(self.masters.values()), max_norm or float("inf"))
         # Of sharded gradients the norm is a DTensor of partial sums.
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

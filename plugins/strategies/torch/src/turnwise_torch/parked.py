@@ -20,9 +20,8 @@ class Parked:
         gone = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in dropped}
         here = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept}
         for place, storage in {**here, **gone}.items():
-            if (
-                storage.nbytes() and storage.resizable()
-            ):  # memory that is not torch's own (a mapped file's) is not its to give back
+            # Memory that is not torch's own (a mapped file's) is not its to give back.
+            if storage.nbytes() and storage.resizable():
                 self._held.append((storage, None if place in gone else _in_main_memory(storage), storage.nbytes()))
                 storage.resize_(0)
 

@@ -24,6 +24,7 @@ from turnwise_torch.state import checked
 
 FACTS_FILE = "state.json"
 FORMAT = "turnwise-torch parts 1"
+# Reading damaged bytes may raise nearly anything, as pickle's documentation says.
 _BROKEN = (
     OSError,
     ValueError,
@@ -119,9 +120,8 @@ def read_parts(folder: Path, expected: Mapping[str, str], place: Place) -> tuple
             if tensor is not None:
                 tensors[name] = tensor
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "torch.distributed is disabled", UserWarning
-            )  # one process reads what several wrote
+            # torch warns where one process reads what several wrote, which is meant here.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             dcp.load(dict(tensors), storage_reader=reader)
     except (*_BROKEN, _Foreign, CheckpointException) as error:
         cause = _cause(error)

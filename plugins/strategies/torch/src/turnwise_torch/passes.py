@@ -23,6 +23,7 @@ def accumulate(
 ) -> tuple[float, dict[str, tuple[float, float]]]:
     """The gradient of the objective over all micro-batches; its value and the metric sums, of this rank's rows."""
     context, layout, filler = feed.context, Layout(update.rows), feed.filler()
+    # A token that a filter has taken out has coef 0, and still counts in the metrics by its weight.
     wanted = (columns["coef"] != 0) | (columns["weight"] != 0)
     groups = feed.groups(
         layout, context.per_device_train_batch_size, context.max_tokens_per_microbatch_in_train, wanted

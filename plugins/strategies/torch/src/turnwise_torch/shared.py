@@ -21,6 +21,7 @@ class SharedModel:
 
 
 _published: dict[str, SharedModel] = {}
+# A key is never used twice: one that was withdrawn must not find a later model.
 _serial = itertools.count(1)
 
 

@@ -36,9 +36,8 @@ class TorchStrategy(ModelStrategy):
     def __init__(self, config: TorchConfig | None, context: TrainContext) -> None:
         self.config = config or TorchConfig()
         refuse(self.check(self.config, context))
-        torch.manual_seed(
-            context.seed + context.ranks.rank
-        )  # for policy losses that draw random numbers; nothing here does
+        # For policy losses that draw random numbers; nothing here does.
+        torch.manual_seed(context.seed + context.ranks.rank)
         super().__init__(context, device_of(context))
         self.logits_chunk = self.config.logits_chunk
         self.sharded: ShardedModel | None = None
@@ -47,6 +46,7 @@ class TorchStrategy(ModelStrategy):
         with out_of_memory_named("loading the model", context.role, "hold", self.savings):
             self.model = self._build_sharded() if context.ranks.size > 1 else self._build_whole()
             self.runner = OneByOne(self.group, self.sharded.backward if self.sharded else self._backward)
+            # Before the optimizer exists: a model that is refused has not yet cost the memory of masters.
             with torch.no_grad():
                 if context.head == "lm":
                     self._run(models.check_head)
@@ -169,6 +169,7 @@ class TorchStrategy(ModelStrategy):
 
     def _exclusive(self) -> threading.Lock:
         """The lock that keeps a sampler in this process from decoding with half-written weights."""
+        # Without a sampler that shares the module a lock of its own, which is always free.
         return shared.lookup(self._key).lock if self._key else threading.Lock()
 
     # ---------------------------------------------------------------- the model
@@ -201,6 +202,7 @@ class TorchStrategy(ModelStrategy):
     def _build_optimizer(self) -> MasterAdamW:
         masters: dict[str, Tensor] = dict(self.model.named_parameters())
         if not self.sharded:
+            # With LoRA the folder's own weights are not trained, and need no masters.
             if self.context.dtype == "bf16" and not self.context.lora:
                 # Read a second time in fp32, so that the masters start from what the folder holds and not from rounded
                 # values.
@@ -224,11 +226,13 @@ class TorchStrategy(ModelStrategy):
             if context.lora
             else "none"
         )
+        # AdamW's options are no part of it: a resumed run may change them.
         return {"head": context.head, "dtype": context.dtype, "trainable": str(context.trainable), "lora": adapters}
 
     def _random_names(self) -> dict[str, str]:
         """The names of the random states in the saved state; every rank has its own."""
         rank = self.context.ranks.rank
+        # Rank 0's has no number, so that one process finds a random state in what several saved.
         return {kind: f"rng/{kind}/{rank}" if rank else f"rng/{kind}" for kind in ("cpu", "cuda")}
 
     def _place_for(self, folder: Path, masters: Mapping[str, Tensor]) -> Place:

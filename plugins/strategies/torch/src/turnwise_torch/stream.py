@@ -33,7 +33,10 @@ from turnwise.errors import EngineError, TrainerError
 Bucket = list[tuple[str, Tensor]]
 """Tensors under their Hugging Face names."""
 
+# Decoder layers, and a vision tower's blocks, as transformers names them: model.layers.3., visual.blocks.3.,
+# transformer.h.3.
 _LAYER = re.compile(r"^(.*?\b(?:layers|blocks|h)\.\d+)\.")
+# Bytes: a cache line, and a multiple of every dtype's item.
 _ALIGNMENT = 64
 _CREDENTIALS = struct.Struct("3i")
 """Linux's `ucred`: process, user and group of the other side of a unix socket."""
@@ -93,6 +96,7 @@ class Sender:
         on reading in time."""
         lines: list[Lines] = []
         try:
+            # One deadline for all to come, not a fresh one after each.
             deadline = time.monotonic() + self._timeout
             while len(lines) < self._receivers:
                 # A timeout of 0 would make the socket non-blocking, and a late receiver a BlockingIOError.
@@ -105,6 +109,8 @@ class Sender:
                 # A descriptor travels only beside at least one byte.
                 socket.send_fds(connection, [b"\n"], [self._memory.fileno()])
             for bucket in buckets:
+                # All are told before any answer is awaited, so that they read at the same time; and all have answered
+                # before the next bucket overwrites the memory.
                 message = {"tensors": self._write(bucket)}
                 for line in lines:
                     line.write(message)
@@ -134,6 +140,7 @@ class Sender:
             end += math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
         if self._size < end:
             self._enlarge(end)
+        # A bucket of empty tensors alone needs no memory, and a file of no bytes cannot be mapped.
         memory = mmap.mmap(self._memory.fileno(), self._size) if end else None
         for (_, tensor), place in zip(bucket, places, strict=True):
             if memory is not None and tensor.numel():
@@ -251,6 +258,7 @@ class Lines:
         if not look.poll(0):
             return False
         try:
+            # Readable means a line or the end: a look at the next byte tells which, and leaves it to `read`.
             return not self._connection.recv(1, socket.MSG_PEEK)
         except OSError:
             return True

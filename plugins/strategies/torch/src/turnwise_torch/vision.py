@@ -19,6 +19,7 @@ from turnwise.errors import ConfigError, EngineError, listed
 
 ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl")
 """Model types whose images are runs of one token and whose positions come from `get_rope_index` (Wang et al. 2024, arXiv 2409.12191)."""
+# An image comes again with every later turn whose prompt holds it, and in each of the trainer's passes.
 _KEPT = 512
 
 
@@ -29,6 +30,7 @@ def has_vision(folder: Path) -> bool:
 
 def digest(image: np.ndarray) -> str:
     """The same for equal images only."""
+    # With the shape: the same bytes in other rows are another image.
     return hashlib.blake2b(image.tobytes() + repr(image.shape).encode(), digest_size=16).hexdigest()
 
 
@@ -57,6 +59,7 @@ class Vision:
         self.token = int(facts["image_token_id"])
         """The id that stands once for every merged patch of an image."""
         self._start = int(facts["vision_start_token_id"])
+        # The vision tower joins a square of so many patches to one token.
         self._merged = int(facts["vision_config"].get("spatial_merge_size", 2)) ** 2
         try:
             # Pillow's processor: torchvision's gives other pixels, and is not there in every build of torch.
@@ -86,6 +89,7 @@ class Vision:
 
     def blank(self, device: torch.device) -> Pixels:
         """The pixels of one small black image."""
+        # The least that Qwen2-VL's processor leaves as it is (min_pixels).
         pixels = self.pixels([np.zeros((56, 56, 3), np.uint8)], device)
         assert pixels is not None
         return pixels
