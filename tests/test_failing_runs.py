@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from typing import Any
 
@@ -190,15 +191,18 @@ def test_a_failure_to_save_after_a_failure_is_reported_besides(fake: Any, monkey
     assert got.stderr.splitlines()[-1] == "saved: nothing yet"
 
 
-def test_an_episode_whose_score_is_not_finite_fails_and_is_counted(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("reward", "score"), [(1.7e308, r"inf"), (-1e200, r"-[\d.]+e\+200")])
+def test_an_episode_whose_score_training_cannot_compute_with_fails_and_is_counted(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, reward: float, score: str
+) -> None:
     original = FakeEnvManager.run
 
     async def punished(self: Any, *args: Any) -> Any:
         played = await original(self, *args)
-        return evolve(played, turns=tuple(evolve(turn, reward=1.7e308) for turn in (*played.turns, *played.turns)))
+        return evolve(played, turns=tuple(evolve(turn, reward=reward) for turn in (*played.turns, *played.turns)))
 
     monkeypatch.setattr(FakeEnvManager, "run", punished)
     got = fake.command("train", "run.yaml")
     assert got.exit_code == 1
-    assert "Count: the score of the episode is inf. Fix: rewards and penalties of finite sum" in got.stderr
+    assert re.search(rf"Count: the score of the episode is {score}\. Fix: rewards and penalties of finite", got.stderr)
     assert "max_env_failure_rate" in got.stderr

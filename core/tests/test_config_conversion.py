@@ -44,7 +44,7 @@ class Everything:
 
 
 GOOD: list[tuple[str, Any, Any]] = [
-    ("whole", 3, 3), ("number", 3, 3.0), ("number", 3.5, 3.5), ("number", float("inf"), float("inf")), ("flag", True, True), ("text", "8", "8"),
+    ("whole", 3, 3), ("number", 3, 3.0), ("number", 3.5, 3.5), ("flag", True, True), ("text", "8", "8"),
     ("maybe", None, None), ("maybe", 4, 4), ("either", 1, 1.0), ("either", {"start": 1, "end": 0}, CoefRange(1.0, 0.0)), ("texts", ["a"], ("a",)),
     ("pair", [1, 2], (1, 2.0)), ("listed", [1], [1]), ("abstract", [1], [1]), ("unique", ["a", "a"], frozenset({"a"})), ("words", "x", "x"),
     ("words", ["x", "y"], ("x", "y")), ("mapped", {"a": 1}, {"a": 1}), ("anything", [{"x": None}], [{"x": None}]), ("choice", "b", "b"),
@@ -58,7 +58,11 @@ BAD: list[tuple[str, Any, tuple[Any, ...], str]] = [
     ("whole", None, ("whole",), "None is empty (null)"),
     ("number", "1e-6", ("number",), "'1e-6' is text, a number is needed"),
     ("number", True, ("number",), "a number is needed"),
-    ("number", float("nan"), ("number",), "nan is not a number, which a number has to be. Fix: "),
+    ("number", float("nan"), ("number",), "nan is not finite, a finite number is needed. Fix: "),
+    ("number", float("inf"), ("number",), "inf is not finite, a finite number is needed. Fix: "),
+    ("number", -float("inf"), ("number",), "-inf is not finite"),
+    ("number", 10**400, ("number",), "inf is not finite"),
+    ("either", float("inf"), ("either",), "inf is not finite"),
     ("flag", 1, ("flag",), "true or false is needed"),
     ("flag", "true", ("flag",), "true or false is needed"),
     ("text", 8, ("text",), "8 is a whole number, text is needed. Fix: put it in quotes"),

@@ -47,7 +47,7 @@ CRITIC = "critic: {training_args: {per_device_train_batch_size: 16}}\n"
         ("", ["save_steps=-1"], "$.save_steps: -1: save_steps must be at least 0"),
         ("", ["gamma=1.5"], "$.gamma: 1.5: gamma must be between 0 and 1"),
         ("", ["train_env_manager.max_env_failure_rate=1"], "1.0: max_env_failure_rate must be at least 0 and below 1"),
-        ("", ["actor_train.training_args.learning_rate=.inf"], "inf: learning_rate must be finite"),
+        ("", ["actor_train.training_args.learning_rate=.inf"], "learning_rate: inf is not finite, a finite number is needed. Fix: "),
         ("", ["custom_envs.Lake.max_steps=0"], "$.custom_envs.Lake.max_steps: 0: max_steps must be positive"),
         ("", ["eval_steps=5"], "$.eval_steps: 5: there is nothing to evaluate on. Fix: add val_env_manager, or eval_steps: 0"),
         ("", ["actor_train.training_args.warmup_steps=11"], "11 is more than max_steps 10 (both count pipeline steps)"),
@@ -68,7 +68,7 @@ CRITIC = "critic: {training_args: {per_device_train_batch_size: 16}}\n"
          "$.recompute_old_logprobs: false: then old log-probs are the sampler's, and train_infer_correction has nothing to compare them with"),
         ("", ["train_infer_correction={is_weight: {enabled: true}}", "pg_variant=dppo"],
          "$.train_infer_correction.is_weight.enabled: true beside pg_variant 'dppo', whose own ratio is that to the sampler"),
-        ("", ["entropy_loss_coef=.inf"], "$.entropy_loss_coef: inf: entropy_loss_coef must be finite"),
+        ("", ["entropy_loss_coef=.inf"], "$.entropy_loss_coef: inf is not finite"),
         ("  Second: {env_type: lake}\n", ["train_env_manager.tags=[]"], "$.train_env_manager.tags: names no environment. "
                                                                          "Fix: list tags of custom_envs: [Lake, Second]"),
     ],

@@ -18,6 +18,7 @@ from turnwise.data.normalise import (
     normalised_token_rewards,
     settle,
 )
+from turnwise.data.numbers import LARGEST_REWARD
 from turnwise.errors import ConfigError
 
 SCORES = [0.8, 0.6, 0.9, 0.5, 0.7, 0.4, 0.85, 0.75]
@@ -75,6 +76,15 @@ def test_mean_subtracts_and_identity_keeps() -> None:
 def test_token_rewards_reference_numbers() -> None:
     got = normalised_token_rewards(make_batch([[0.2, 0.3, 0.5], [0, 0, 0.4]], [0, 0]), MEAN_STD)
     np.testing.assert_allclose(got, [0, 0.471403, 0.707105, -0.471403, 0, 0, 0, -0.707105], atol=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("method", ["mean", "mean_std"])
+def test_the_largest_rewards_that_an_environment_may_give_overflow_nowhere(method: Any) -> None:
+    batch = scored([LARGEST_REWARD, -LARGEST_REWARD, 0.0, 1.0], [0] * 4)
+    got = normalise_scores(batch, RewardNormalization(method=method))
+    assert np.isfinite(got).all()
+    assert got[0] == -got[1] > 0
 
 
 def test_grouping_by_tag_and_over_the_batch() -> None:

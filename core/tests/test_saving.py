@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from turnwise.config import load
+from turnwise.config.convert import to_plain
 from turnwise.errors import CheckpointError, EngineError
 from turnwise.pipeline.clock import Clock
 from turnwise.pipeline.colocation import Colocation
@@ -140,6 +141,40 @@ def test_what_was_saved_is_taken_up(toy: Toy, caplog: pytest.LogCaptureFixture) 
     assert again.actor.loaded == [start.folder / "actor_train"]
     assert again.critic.loaded == [start.folder / "critic"]
     assert again.restored == [{"queue": []}]
+
+
+SCHEDULED = {
+    "strategy_args": {"strategy_name": "fake"},
+    "training_args": {"learning_rate": 1.0e-3, "lr_scheduler_type": "linear"},
+}
+
+
+@pytest.mark.parametrize(
+    ("args", "more", "warned"),
+    [
+        ({}, 6, ["the learning rate of actor_train at step 3 is 0.0005, and was 0 there (lr_scheduler_type linear)"]),
+        ({}, 3, []),
+        ({"lr_scheduler_type": "constant"}, 6, []),
+        # The share of the whole that is warm-up grows with it, too.
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.9}, 6, ["is 0.0005, and was 0.001 there"]),
+    ],
+)
+def test_a_run_that_is_made_longer_tells_to_what_its_learning_rate_jumps(
+    toy: Toy, caplog: pytest.LogCaptureFixture, args: dict[str, Any], more: int, warned: list[str]
+) -> None:
+    role = {**SCHEDULED, "training_args": {**SCHEDULED["training_args"], **args}}
+    before = to_plain(load(toy(actor_train=role)).config)
+    asyncio.run(Room(toy).saving.save(3))
+    found = resume.read(Path("out/checkpoints/checkpoint-000003"))
+    start = resume.Checkpoint(found.folder, 3, {**found.state, "config": before})
+    asyncio.run(Room(toy, actor_train=role, max_steps=more).saving.restore(start))
+    lines = [line.getMessage() for line in caplog.records if "max_steps" in line.getMessage()]
+    assert len(lines) == len(warned), lines
+    for line, words in zip(lines, warned, strict=True):
+        assert line.startswith(
+            "resumed with another setting: $.max_steps was 3, is 6: the learning rate of actor_train"
+        )
+        assert words in line
 
 
 def test_a_new_run_moves_older_checkpoints_aside(toy: Toy, caplog: pytest.LogCaptureFixture) -> None:

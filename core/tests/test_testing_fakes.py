@@ -72,6 +72,13 @@ def test_environment_fails_as_asked_at_its_turn_and_for_its_seeds_alone() -> Non
         assert played(3, fails=failure)[1] == 1.0
 
 
+@pytest.mark.parametrize("reward", [math.inf, -math.inf, math.nan, 1e200, -3.5e38, "much"])
+def test_a_reward_that_training_cannot_compute_with_fails_the_step(reward: Any) -> None:
+    assert check_step(("seen", 3.4e38, True, False, {}), "it")[1] == 3.4e38
+    with pytest.raises(EnvironmentFailure, match=r"it\.step returned the reward .*Fix: return a finite number"):
+        check_step(("seen", reward, True, False, {}), "it")
+
+
 def test_environment_fails_at_reset_with_turn_zero() -> None:
     with pytest.raises(RuntimeError, match="turn 0"):
         FakeEnvironment(fails="raise", fails_at=0).reset(seed=0)

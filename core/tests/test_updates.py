@@ -258,7 +258,7 @@ def test_a_critic_has_the_rates_of_its_own_training_args() -> None:
         config, trained(learning_rate=2.0, warmup_ratio=0.5, lr_scheduler_type="constant_with_warmup"), [2, 2]
     )
     assert got == [[0.0, 1.0], [2.0, 2.0]]
-    assert schedule_of(trained(warmup_ratio=0.07), 100).warmup_steps == 7
+    assert schedule_of(trained(warmup_ratio=0.07).training_args, 100).warmup_steps == 7
 
 
 # ---------------------------------------------------------------- as many as `plan` says

@@ -105,12 +105,16 @@ def _int(value: Any, _: Any = None) -> int:
 def _float(value: Any, _: Any = None) -> float:
     if type(value) not in (int, float):
         raise WrongTypeError(value, describe(float))
-    # YAML has `.nan`, and every comparison with it is false: it would pass all the ranges.
-    if math.isnan(value):
+    # YAML has `.nan`, which passes every comparison with a range, and `.inf`, from which nothing can be computed.
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(
-            "nan is not a number, which a number has to be. Fix: write one, or remove the key for its default"
+            f"{number} is not finite, a finite number is needed. Fix: write one, or remove the key for its default"
         )
-    return float(value)
+    return number
 
 
 def _bool(value: Any, _: Any = None) -> bool:

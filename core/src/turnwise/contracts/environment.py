@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from attrs import frozen
 
+from turnwise.data.numbers import LARGEST_REWARD
 from turnwise.data.trajectory import Generation
 from turnwise.errors import EnvironmentFailure
 
@@ -99,7 +100,7 @@ def check_reset(result: Any, where: str) -> tuple[Any, dict[str, Any]]:
 
 
 def check_step(result: Any, where: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-    """Check what `step` returned: five values and a finite reward; the flags are taken as booleans."""
+    """Check what `step` returned: five values and a reward that float32 holds; the flags are taken as booleans."""
     if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
         raise EnvironmentFailure(
             f"{where}.step returned {result!r:.80}. Fix: return (observation, reward, terminated, truncated, info)."
@@ -110,6 +111,8 @@ def check_step(result: Any, where: str) -> tuple[Any, float, bool, bool, dict[st
         number = float(reward)
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number):
-        raise EnvironmentFailure(f"{where}.step returned the reward {reward!r:.80}. Fix: return a finite number.")
+    if not abs(number) <= LARGEST_REWARD:  # nan is not
+        raise EnvironmentFailure(
+            f"{where}.step returned the reward {reward!r:.80}. Fix: return a finite number, of float32's range."
+        )
     return check_observation(observation, f"{where}.step"), number, bool(terminated), bool(truncated), info

@@ -59,7 +59,11 @@ class Saving:
             self._rollouts.restore(start.state["scheduler"])
             first = start.step
             log.info("resumed from %s at step %d", start.folder, first)
-            for line in resume.differences(start.state.get("config", {}), self._plain):
+            before = start.state.get("config", {})
+            for line in [
+                *resume.differences(before, self._plain),
+                *resume.rate_jumps(before, self._config, first),
+            ]:
                 log.warning("resumed with another setting: %s", line)
         aside = checkpoint.set_aside(self._root, start)
         if aside is not None:

@@ -46,7 +46,7 @@ def updates(
 ) -> Iterator[Update]:
     """The step's updates in order, each with its coefficients and its own learning rate. Epochs permute whole updates
     by seed."""
-    schedule = schedule_of(role, config.max_steps)
+    schedule = schedule_of(role.training_args, config.max_steps)
     everything = training_rows(batch)
     total = config.ppo_epochs * len(planned)
     for epoch in range(config.ppo_epochs):

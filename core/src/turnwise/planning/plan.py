@@ -50,7 +50,7 @@ def training(config: RunConfig, role: Role) -> dict[str, Any]:
     )
     # The policy's own arithmetic, for another policy counts rows in another way.
     low, high = (adjust.updates(n) * config.ppo_epochs for n in rows_per_step(config))
-    schedule = schedule_of(role, config.max_steps)
+    schedule = schedule_of(role.training_args, config.max_steps)
     # `constant` has no warm-up, as in transformers.
     warmup = schedule.warmup_steps if schedule.name != "constant" else 0
     return {
@@ -96,7 +96,11 @@ def merges(config: RunConfig) -> bool:
 
 def rates(config: RunConfig, role: Role, per_step: int) -> dict[str, float]:
     """The learning rate of the first, the middle and the last update."""
-    schedule, base, total = schedule_of(role, config.max_steps), role.training_args.learning_rate, config.max_steps
+    schedule, base, total = (
+        schedule_of(role.training_args, config.max_steps),
+        role.training_args.learning_rate,
+        config.max_steps,
+    )
 
     def at(p: int, k: int) -> float:
         return learning_rate(base, schedule, p, k, per_step, total)
@@ -118,7 +122,7 @@ def warnings(config: RunConfig, plan: dict[str, Any]) -> list[str]:
 
 
 def _of_the_schedule(who: str, config: RunConfig, role: Role, plan: dict[str, Any]) -> list[str]:
-    out, wanted = [], schedule_of(role, config.max_steps).warmup_steps
+    out, wanted = [], schedule_of(role.training_args, config.max_steps).warmup_steps
     if plan["warmup_steps"]:
         first = "; the very first update has learning rate 0" if plan["learning_rate"]["start"] == 0 else ""
         out.append(f"{who}warmup_steps = {wanted} counts pipeline steps{first}")

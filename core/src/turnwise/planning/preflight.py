@@ -192,7 +192,9 @@ def _schedule_problems(config: RunConfig) -> list[str]:
         if role is None:
             continue
         try:
-            problems = schedule_of(role, config.max_steps).check(role.training_args.learning_rate, config.max_steps)
+            problems = schedule_of(role.training_args, config.max_steps).check(
+                role.training_args.learning_rate, config.max_steps
+            )
         except ConfigError as error:
             problems = error.problems
         lines += [f"$.{name}.training_args.{line.removeprefix('training_args.')}" for line in problems]

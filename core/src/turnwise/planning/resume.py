@@ -6,13 +6,18 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
-from turnwise.errors import CheckpointError
+from turnwise.config.convert import structure
+from turnwise.config.problems import at
+from turnwise.config.schema import RunConfig, TrainingArgs
+from turnwise.errors import CheckpointError, ConfigError
+from turnwise.planning.schedules import learning_rate, schedule_of
 
 PREFIX = "checkpoint-"
 MANIFEST = "manifest.json"
@@ -137,6 +142,35 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "
         else:
             lines.append(f"{path}.{key} was {old!r}, is {new!r}")
     return sorted(lines)
+
+
+def rate_jumps(before: Mapping[str, Any], now: RunConfig, step: int) -> list[str]:
+    """One line for each trained role whose learning rate at `step` is another because max_steps is: schedules are
+    functions of the whole length, so that a longer run raises again what an almost finished one had let fall."""
+    length = before.get("max_steps")
+    lines: list[str] = []
+    if not isinstance(length, int) or length == now.max_steps:
+        return lines
+    for name in ("actor_train", "critic"):
+        role = getattr(now, name)
+        # What an older version, or a reference to the environment, has left there is compared with nothing.
+        args, _ = structure(TrainingArgs, at(before, (name, "training_args"), {}))
+        if role is None or args is None:
+            continue
+        try:
+            old, new = _rate(args, length, step), _rate(role.training_args, now.max_steps, step)
+        except ConfigError:
+            continue
+        if not math.isclose(old, new, rel_tol=1e-9):
+            lines.append(
+                f"$.max_steps was {length}, is {now.max_steps}: the learning rate of {name} at step {step} is {new:.4g},"
+                f" and was {old:.4g} there (lr_scheduler_type {role.training_args.lr_scheduler_type})"
+            )
+    return lines
+
+
+def _rate(args: TrainingArgs, max_steps: int, step: int) -> float:
+    return learning_rate(args.learning_rate, schedule_of(args, max_steps), step, 0, 1, max_steps)
 
 
 def step_of(folder: Path) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from turnwise.config.schema import Role
+from turnwise.config.schema import TrainingArgs
 from turnwise.errors import ConfigError, did_you_mean, listed
 
 
@@ -231,8 +231,7 @@ def _missing(schedule: Schedule) -> list[str]:
     return []
 
 
-def schedule_of(role: Role, max_steps: int) -> Schedule:
+def schedule_of(args: TrainingArgs, max_steps: int) -> Schedule:
     """The learning-rate schedule of a role; warm-up in pipeline steps."""
-    args = role.training_args
     warmup = warmup_steps_of(args.warmup_steps, args.warmup_ratio, max_steps)
     return Schedule(args.lr_scheduler_type, warmup, dict(args.lr_scheduler_kwargs))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 
@@ -13,6 +12,7 @@ from turnwise.contracts.chat import Chat
 from turnwise.contracts.env_manager import Episode
 from turnwise.contracts.inference import InferenceBackend, Request
 from turnwise.contracts.rollout import EpisodeSpec, Frame, Played, RolloutSettings, TagPlan
+from turnwise.data.numbers import LARGEST_REWARD
 from turnwise.data.trajectory import Trajectory
 from turnwise.errors import EngineError, EnvironmentFailure, PluginError, TurnwiseError, boundary, one_line
 from turnwise.rollout.episode import EpisodeSampler, HostedEnvironment, Pool, Requests
@@ -83,12 +83,11 @@ class LocalExecutor:
             )
             trajectories = _several(await plan.manager.run(episode, self._sampler(self.backend, spec, stop)), spec.tag)
             for trajectory in trajectories:
-                if not math.isfinite(
-                    trajectory.score
-                ):  # the manager's own penalty, or a sum of rewards that are finite each
+                # The manager's own penalty, or a sum of rewards of which each is fine.
+                if not abs(trajectory.score) <= LARGEST_REWARD:
                     raise EnvironmentFailure(
                         f"{spec.tag}: the score of the episode is {trajectory.score}. Fix: rewards and penalties of"
-                        " finite sum."
+                        " finite sum, within float32's range."
                     )
             samples = [
                 [] if self.settings.evaluation else plan.manager.samples(trajectory) for trajectory in trajectories
