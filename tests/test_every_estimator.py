@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.contracts.estimator import EstimatorContext
-from turnwise.data import Batch, Sample, Trajectory, Turn, build_batch
+from turnwise.data import Batch
 from turnwise.data.normalise import RewardNormalization
 from turnwise.plugins import Registry
+from turnwise.testing.synthetic import Sketch, sketched
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {f"turnwise-{path.parent.name}" for path in ROOT.glob("plugins/estimators/*/pyproject.toml")}
@@ -58,27 +59,8 @@ def build(name: str, normalization: RewardNormalization | None = None) -> Any:
 def to_batch(played: list[Played], cut: Any = None) -> Batch:
     """The batch with the column `values`, a function of (member, turn, position) alone; a new row begins at turn k > 0
     of a trajectory where cut(trajectory, k). A trajectory that sampled nothing has no row."""
-    trajectories, samples = [], []
-    empty = np.zeros(0, np.int32)
-    for one in played:
-        turns = tuple(
-            Turn(empty, empty, np.zeros(0, np.bool_), None, empty, reward, ANCHORS[state])
-            for reward, _, state in one.turns
-        )
-        trajectories.append(Trajectory("A", one.group, one.member, 0, turns, "terminated"))
-        rows: list[list[int]] = [[-1]]
-        for k, (_, n, _) in enumerate(one.turns):
-            if k and cut and cut(one, k):
-                rows.append([-1, -1])
-            rows[-1] += [k] * n + [-1]
-        samples.append(
-            [
-                Sample(np.zeros(len(r)), np.array(r) >= 0, np.array(r), None, np.zeros(len(r)))
-                for r in rows
-                if max(r) >= 0
-            ]
-        )
-    batch = build_batch(trajectories, samples)
+    drawn = [Sketch(one.group, [(r, n, ANCHORS[state]) for r, n, state in one.turns], one.member) for one in played]
+    batch = sketched(drawn, lambda i, k: bool(cut and cut(played[i], k)))
     values = np.full(len(batch.tokens), np.nan)  # what is not sampled must not be read
     turn = batch.tokens["turn"][batch.sampled]
     first = np.concatenate([[True], turn[1:] != turn[:-1]])[: len(turn)]

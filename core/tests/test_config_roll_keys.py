@@ -14,7 +14,8 @@ from turnwise import Implementation
 from turnwise.config import Loaded, load, to_plain
 from turnwise.config.problems import at
 from turnwise.errors import ConfigError
-from turnwise.plugins import Entry, Registry
+from turnwise.plugins import Registry
+from turnwise.testing.registered import made
 
 Run = Callable[..., Loaded]
 LAKE, MANAGER, TRAIN, INFER = "custom_envs.Lake", "custom_envs.Lake.env_manager", "actor_train", "actor_infer"
@@ -159,9 +160,7 @@ def test_what_has_no_counterpart_is_refused_in_one_line_and_no_key_beside_it(
 def test_options_of_fsdp2_stand_under_fsdp_here(
     base_yaml: str, tmp_path: Path, fake_registry: Registry, name: str, value: bool, option: tuple[str, bool]
 ) -> None:
-    fake_registry._entries.append(
-        Entry("train_strategy", Implementation("sharded", object, Sharded, aliases=("fsdp2_train",)), "x", "x", "1")
-    )
+    fake_registry.add(made("train_strategy", Implementation("sharded", object, Sharded, aliases=("fsdp2_train",))))
     (tmp_path / "run.yaml").write_text(base_yaml)
     overrides = [f"{TRAIN}.strategy_args.strategy_name=fsdp2_train", f"{STRATEGY}.{name}={str(value).lower()}"]
     strategy = load(tmp_path / "run.yaml", overrides, registry=fake_registry).config.actor_train.strategy_args

@@ -15,7 +15,8 @@ from turnwise.contracts.runtime import RuntimeContext, ServePlan, TrainPlan
 from turnwise.errors import PluginError, TrainerError
 from turnwise.hookspecs import Implementation
 from turnwise.pipeline.local import LocalRole, LocalRuntime
-from turnwise.plugins import Entry, registry, reset_registry
+from turnwise.plugins import registry
+from turnwise.testing.registered import made, registered
 
 
 class Worker:
@@ -55,17 +56,12 @@ class Backend(Worker):
 
 @pytest.fixture(autouse=True)
 def _registry() -> Iterator[None]:
-    reset_registry()
-    records = (
-        ("train_strategy", Implementation("worker", Worker)),
-        ("inference_backend", Implementation("backend", Backend)),
-    )
-    registry()._entries.extend(Entry(kind, record, "test", "turnwise-test", "1") for kind, record in records)
     Worker.closed.clear()
     Worker.gate.clear()
-    yield
+    backend = ("inference_backend", Implementation("backend", Backend))
+    with registered(("train_strategy", Implementation("worker", Worker)), backend):
+        yield
     Worker.gate.set()
-    reset_registry()
 
 
 def plan(context: Any = "w", role: str = "actor_train") -> TrainPlan:
@@ -187,8 +183,8 @@ def test_after_a_call_that_was_given_up_the_next_waits_for_its_end_but_not_for_e
     asked = threading.Event()
 
     async def run() -> None:
-        role = LocalRole("actor_train", 60.0)
-        role._strategy = object()  # type: ignore[assignment]
+        here = runtime(60.0)
+        role = await here.train(plan())
         given_up = asyncio.ensure_future(role.run("send", lambda strategy: asked.wait(30)))
         await asyncio.sleep(0.05)
         given_up.cancel()
@@ -197,7 +193,7 @@ def test_after_a_call_that_was_given_up_the_next_waits_for_its_end_but_not_for_e
             await role.run("save", lambda strategy: "saved")
         asked.set()
         assert await role.run("save", lambda strategy: "saved") == "saved"
-        role._work.put(None)
+        await here.close()
 
     asyncio.run(run())
 
@@ -270,9 +266,7 @@ def test_environment_variables_of_roles_are_there_when_they_are_built_and_gone_a
             super().__init__(config, context)
             seen.append((os.environ.get("OF_THE_SHELL"), os.environ.get("OF_THE_ROLE")))
 
-    registry()._entries.append(
-        Entry("train_strategy", Implementation("curious", Curious), "test", "turnwise-test", "1")
-    )
+    registry().add(made("train_strategy", Implementation("curious", Curious)))
 
     async def run() -> None:
         here = runtime()

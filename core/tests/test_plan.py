@@ -14,7 +14,7 @@ from turnwise.contracts.env_manager import ManagerCapabilities
 from turnwise.contracts.train import StrategyCapabilities
 from turnwise.hookspecs import Implementation
 from turnwise.planning import plan as planning
-from turnwise.plugins import Entry, registry, reset_registry
+from turnwise.testing.registered import registered
 
 
 class Cutting:
@@ -41,18 +41,14 @@ class PerRow:
 
 @pytest.fixture(autouse=True)
 def _fakes() -> Iterator[None]:
-    reset_registry()
-    registry().declare(["turnwise.testing.plugin"])
-    for kind, name, target in (
-        ("env_manager", "cutting", Cutting),
-        ("env_manager", "self_play", SelfPlay),
-        ("batch_adjust", "per_row", PerRow),
-    ):
-        registry()._entries.append(Entry(kind, Implementation(name, target), "test", "turnwise-test", "1"))
-    absent = Implementation("absent", "nowhere:Absent", requires=("package_that_is_not_there",))
-    registry()._entries.append(Entry("env_manager", absent, "test", "turnwise-test", "1"))
-    yield
-    reset_registry()
+    records = (
+        ("env_manager", Implementation("cutting", Cutting)),
+        ("env_manager", Implementation("self_play", SelfPlay)),
+        ("env_manager", Implementation("absent", "nowhere:Absent", requires=("package_that_is_not_there",))),
+        ("batch_adjust", Implementation("per_row", PerRow)),
+    )
+    with registered(*records, plugins=["turnwise.testing.plugin"]):
+        yield
 
 
 @frozen

@@ -19,7 +19,7 @@ from turnwise.hookspecs import Implementation
 from turnwise.pipeline import report
 from turnwise.pipeline.health import HEALTHY, PRETRAINED_RATE, unhealthy
 from turnwise.pipeline.report import History
-from turnwise.plugins import Entry, registry, reset_registry
+from turnwise.testing.registered import registered
 
 CONFIG = RunConfig(
     max_steps=9,
@@ -99,14 +99,15 @@ class Drawing:
 
 @pytest.fixture(autouse=True)
 def _fakes() -> Iterator[None]:
-    reset_registry()
-    for kind, name, target in (
-        ("advantage_estimator", "centring", Centring), ("advantage_estimator", "dividing", Dividing), ("advantage_estimator", "as_it_is", AsItIs),
-        ("logger", "drawing", Drawing), ("logger", "silent", object),
-    ):  # fmt: skip
-        registry()._entries.append(Entry(kind, Implementation(name, target), "test", "turnwise-test", "1"))
-    yield
-    reset_registry()
+    records = (
+        ("advantage_estimator", Implementation("centring", Centring)),
+        ("advantage_estimator", Implementation("dividing", Dividing)),
+        ("advantage_estimator", Implementation("as_it_is", AsItIs)),
+        ("logger", Implementation("drawing", Drawing)),
+        ("logger", Implementation("silent", object)),
+    )
+    with registered(*records):
+        yield
 
 
 SEVERAL = {"policy/updates": 4.0}

@@ -23,7 +23,8 @@ from turnwise.data.trajectory import Trajectory
 from turnwise.pipeline.updates import coefficient, derive, plan_step, training_rows, updates
 from turnwise.planning import plan as planning
 from turnwise.planning.schedules import schedule_of
-from turnwise.plugins import registry, reset_registry
+from turnwise.plugins import registry
+from turnwise.testing.registered import registered
 from turnwise.testing.synthetic import batch_of, one_row, played, row_per_turn, trajectories
 
 FAKES = "turnwise.testing.plugin"
@@ -31,10 +32,8 @@ FAKES = "turnwise.testing.plugin"
 
 @pytest.fixture(autouse=True)
 def _fakes() -> Iterator[None]:
-    reset_registry()
-    registry().declare([FAKES])
-    yield
-    reset_registry()
+    with registered(plugins=[FAKES]):
+        yield
 
 
 def settings(**changes: Any) -> RunConfig:

@@ -57,6 +57,10 @@ class Registry:
             found._load_entry_point(point)
         return found
 
+    def add(self, *entries: Entry) -> None:
+        """Hold further entries as they are, of no plugin (for tests: turnwise.testing.registered)."""
+        self._entries += entries
+
     def entries(self, kind: str | None = None) -> list[Entry]:
         """All entries, or those of a kind, by kind and name; blocked plugins left out."""
         mine = [e for e in self._entries if kind in (None, e.kind) and not self._is_blocked(e.plugin, e.distribution)]

@@ -1,15 +1,17 @@
-"""Random trajectories, and the same trajectory cut into training rows in two ways, for contract tests."""
+"""Trajectories for tests: random ones, the same one cut into training rows in two ways, and ones that a test draws."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from attrs import frozen
 
 from turnwise.contracts.env_manager import ManagerContext
 from turnwise.data.batch import Batch, build_batch
 from turnwise.data.rows import Rows, rows_of
-from turnwise.data.trajectory import Sample, Trajectory, Turn, float32, int32
+from turnwise.data.trajectory import Sample, StopReason, Trajectory, Turn, float32, int32
 from turnwise.testing.fakes import FakeEnvManager
 
 Cut = Callable[[Trajectory], list[Sample]]
@@ -99,6 +101,49 @@ def row_per_turn(trajectory: Trajectory) -> list[Sample]:
 def batch_of(made: Sequence[Trajectory], cut: Cut = one_row) -> Batch:
     """The batch of trajectories, cut into rows."""
     return build_batch(made, [cut(trajectory) for trajectory in made])
+
+
+@frozen
+class Sketch:
+    """A trajectory drawn by what estimators read: its group, and per turn the reward, the number of sampled tokens and
+    the anchor (the turn's number where it is left out)."""
+
+    group: int
+    turns: Sequence[tuple[float, int] | tuple[float, int, Any]]
+    member: int | None = None
+    stop: StopReason = "terminated"
+
+    @property
+    def score(self) -> float:
+        """The sum of the rewards."""
+        return sum(turn[0] for turn in self.turns)
+
+
+def sketched(drawn: Sequence[Sketch], cut: Callable[[int, int], bool] = lambda i, k: False) -> Batch:
+    """The batch of sketches, whose members are their positions where they name none. A new row begins at turn k > 0 of
+    sketch i where `cut(i, k)`; tokens that were not sampled stand before, between and after the turns. A trajectory
+    that sampled nothing has no row."""
+    made, samples = [], []
+    none = np.zeros(0, np.int32)
+    for i, one in enumerate(drawn):
+        turns = tuple(
+            Turn(none, none, np.zeros(0, np.bool_), None, none, reward, anchor[0] if anchor else k)
+            for k, (reward, _, *anchor) in enumerate(one.turns)
+        )
+        made.append(Trajectory("A", one.group, i if one.member is None else one.member, 0, turns, one.stop))
+        rows: list[list[int]] = [[-1]]
+        for k, (_, count, *_) in enumerate(one.turns):
+            if k and cut(i, k):
+                rows.append([-1, -1])
+            rows[-1] += [k] * count + [-1]
+        samples.append(
+            [
+                Sample(np.zeros(len(r)), np.array(r) >= 0, np.array(r), None, np.zeros(len(r)))
+                for r in rows
+                if max(r) >= 0
+            ]
+        )
+    return build_batch(made, samples)
 
 
 def training_rows(groups: int = 2, seed: int = 0, vocabulary: int = 64) -> Rows:

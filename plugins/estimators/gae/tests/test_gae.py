@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.contracts.estimator import EstimatorContext
-from turnwise.data import Batch, Sample, Trajectory, Turn, build_batch
+from turnwise.data import Batch
 from turnwise.data.normalise import RewardNormalization
 from turnwise.errors import ConfigError
+from turnwise.testing.synthetic import Sketch, sketched
 from turnwise_gae.config import GaeConfig
 from turnwise_gae.gae import Gae
 
@@ -28,24 +29,7 @@ def build(**options: Any) -> Gae:
 def to_batch(played: list[Turns], cut: Any = lambda i, k: False, stop: Any = "terminated") -> Batch:
     """One group; a new row begins at turn k > 0 of trajectory i where cut(i, k). The values of tokens that were not
     sampled are NaN."""
-    trajectories, samples = [], []
-    empty = np.zeros(0, np.int32)
-    for i, one in enumerate(played):
-        turns = tuple(Turn(empty, empty, np.zeros(0, np.bool_), None, empty, reward, "") for reward, _ in one)
-        trajectories.append(Trajectory("A", 0, i, 0, turns, stop))
-        rows: list[list[int]] = [[-1]]
-        for k, (_, values) in enumerate(one):
-            if k and cut(i, k):
-                rows.append([-1, -1])
-            rows[-1] += [k] * len(values) + [-1]
-        samples.append(
-            [
-                Sample(np.zeros(len(r)), np.array(r) >= 0, np.array(r), None, np.zeros(len(r)))
-                for r in rows
-                if max(r) >= 0
-            ]
-        )
-    batch = build_batch(trajectories, samples)
+    batch = sketched([Sketch(0, [(reward, len(values)) for reward, values in one], stop=stop) for one in played], cut)
     values = np.full(len(batch.tokens), np.nan, np.float32)
     values[batch.sampled] = [v for one in played for _, mine in one for v in mine]
     return batch.with_tokens(values=values)

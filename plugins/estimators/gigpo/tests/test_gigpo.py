@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.contracts.estimator import EstimatorContext
-from turnwise.data import Batch, Sample, Trajectory, Turn, build_batch
+from turnwise.data import Batch
 from turnwise.data.normalise import RewardNormalization
 from turnwise.errors import ConfigError
+from turnwise.testing.synthetic import Sketch, sketched
 from turnwise_gigpo.anchors import anchor_groups, anchor_key, cluster_texts
 from turnwise_gigpo.config import GigpoConfig
 from turnwise_gigpo.gigpo import Gigpo
@@ -32,23 +33,8 @@ class Played:
 
 def to_batch(played: list[Played], stepwise: bool = False) -> Batch:
     """One row per trajectory, or one per turn; what sampled nothing has none."""
-    trajectories, samples = [], []
-    empty = np.zeros(0, np.int32)
-    for i, one in enumerate(played):
-        turns = tuple(
-            Turn(empty, empty, np.zeros(0, np.bool_), None, empty, reward, state) for state, reward, _ in one.turns
-        )
-        trajectories.append(Trajectory("A", one.group, i, 0, turns, "terminated"))
-        runs = [[k] * n for k, (_, _, n) in enumerate(one.turns) if n]
-        rows = [[-1, *run] for run in runs] if stepwise else [[-1, *(k for run in runs for k in run)]]
-        samples.append(
-            [
-                Sample(np.zeros(len(r)), np.array(r) >= 0, np.array(r), None, np.zeros(len(r)))
-                for r in rows
-                if max(r) >= 0
-            ]
-        )
-    return build_batch(trajectories, samples)
+    drawn = [Sketch(one.group, [(reward, n, state) for state, reward, n in one.turns]) for one in played]
+    return sketched(drawn, lambda i, k: stepwise)
 
 
 def per_turn(batch: Batch, **options: Any) -> list[float]:

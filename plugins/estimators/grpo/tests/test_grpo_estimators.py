@@ -8,31 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.contracts.estimator import EstimatorContext
-from turnwise.data import Batch, Sample, Trajectory, Turn, build_batch
+from turnwise.data import Batch
 from turnwise.data.normalise import RewardNormalization
 from turnwise.data.ops import whiten
 from turnwise.errors import ConfigError
+from turnwise.testing.synthetic import Sketch, sketched
 from turnwise_grpo import advantage_estimators
 
 NAMES = ["grpo", "reinforce", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 SCORES = [0.8, 0.6, 0.9, 0.5, 0.7, 0.4, 0.85, 0.75]
-
-
-@frozen
-class Played:
-    """One trajectory: its group, and per turn the reward and the number of sampled tokens."""
-
-    group: int
-    turns: tuple[tuple[float, int], ...]
-
-    @property
-    def score(self) -> float:
-        return sum(reward for reward, _ in self.turns)
 
 
 def build(name: str, **options: Any) -> Any:
@@ -44,28 +32,8 @@ def build(name: str, **options: Any) -> Any:
     return found[1](found[0](**options), EstimatorContext())
 
 
-def to_batch(played: list[Played], cut: Any = None) -> Batch:
-    """The batch; a new row begins at turn k > 0 of trajectory i where cut(i, k). A trajectory that sampled nothing has
-    no row."""
-    trajectories, samples = [], []
-    for i, one in enumerate(played):
-        empty = np.zeros(0, np.int32)
-        turns = tuple(
-            Turn(empty, empty, np.zeros(0, np.bool_), None, empty, reward, k) for k, (reward, _) in enumerate(one.turns)
-        )
-        trajectories.append(Trajectory("A", one.group, i, 0, turns, "terminated"))
-        rows: list[list[int]] = [[-1]]
-        for k, (_, n) in enumerate(one.turns):
-            if k and cut and cut(i, k):
-                rows.append([-1, -1])
-            rows[-1] += [k] * n + [-1]
-        rows = [row for row in rows if max(row) >= 0]
-        samples.append([Sample(np.zeros(len(r)), np.array(r) >= 0, np.array(r), None, np.zeros(len(r))) for r in rows])
-    return build_batch(trajectories, samples)
-
-
-def one_turn(scores: list[float], groups: list[int] | None = None, tokens: int = 2) -> list[Played]:
-    return [Played(groups[i] if groups else 0, ((score, tokens),)) for i, score in enumerate(scores)]
+def one_turn(scores: list[float], groups: list[int] | None = None, tokens: int = 2) -> list[Sketch]:
+    return [Sketch(groups[i] if groups else 0, ((score, tokens),)) for i, score in enumerate(scores)]
 
 
 def per_trajectory(batch: Batch, advantages: np.ndarray) -> np.ndarray:
@@ -88,7 +56,7 @@ REFERENCE = {
 
 @pytest.mark.parametrize("name", REFERENCE)
 def test_reference_numbers(name: str) -> None:
-    batch = to_batch(one_turn(SCORES))
+    batch = sketched(one_turn(SCORES))
     advantages, returns = build(name).compute(batch)
     np.testing.assert_allclose(per_trajectory(batch, advantages), REFERENCE[name], atol=1e-6)
     assert np.array_equal(advantages, returns)
@@ -96,7 +64,7 @@ def test_reference_numbers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_plus_plus"])
 def test_returns_discount_over_sampled_tokens_and_skip_observations(name: str) -> None:
-    batch = to_batch([Played(0, ((1.0, 2), (0.0, 1), (4.0, 1)))])
+    batch = sketched([Sketch(0, ((1.0, 2), (0.0, 1), (4.0, 1)))])
     _, returns = build(name, gamma=0.5).compute(batch)
     # rewards along the sampled tokens: 0 1 0 4
     assert returns[batch.sampled].tolist() == [1.0, 2.0, 2.0, 4.0]
@@ -104,7 +72,7 @@ def test_returns_discount_over_sampled_tokens_and_skip_observations(name: str) -
 
 
 def test_reinforce_keeps_intermediate_rewards_when_it_normalises() -> None:
-    batch = to_batch([Played(0, ((0.2, 1), (0.3, 1), (0.5, 1))), Played(0, ((0.0, 1), (0.0, 1), (0.4, 1)))])
+    batch = sketched([Sketch(0, ((0.2, 1), (0.3, 1), (0.5, 1))), Sketch(0, ((0.0, 1), (0.0, 1), (0.4, 1)))])
     advantages, _ = build("reinforce", reward_normalization=RewardNormalization(method="mean_std")).compute(batch)
     rewards = [0.471403, 0.707105, -0.471403, 0, 0, -0.707105]
     expected = [sum(rewards[:3]), sum(rewards[1:3]), rewards[2], rewards[5], rewards[5], rewards[5]]
@@ -120,7 +88,7 @@ def test_what_the_estimators_declare() -> None:
 
 
 def test_defaults_of_normalisation_are_filled_in_where_a_user_gave_only_the_scope() -> None:
-    batch = to_batch(one_turn([1.0, 2.0, 3.0, 6.0], groups=[0, 0, 1, 1]))
+    batch = sketched(one_turn([1.0, 2.0, 3.0, 6.0], groups=[0, 0, 1, 1]))
     over_the_batch = RewardNormalization(grouping="batch")
     advantages, _ = build("grpo", reward_normalization=over_the_batch).compute(batch)
     expected = (np.array([1, 2, 3, 6]) - 3) / (np.std([1, 2, 3, 6], ddof=1) + 1e-6)
@@ -146,7 +114,7 @@ GROUP_RELATIVE = ["grpo", "rloo", "reinforce_plus_plus_baseline"]
 
 @pytest.mark.parametrize("name", GROUP_RELATIVE)
 def test_a_group_of_one_and_a_group_of_equal_scores_give_zero(name: str) -> None:
-    batch = to_batch(one_turn([5.0, 0.1, 0.1, 0.1, 1.0, 2.0], groups=[0, 1, 1, 1, 2, 2]))
+    batch = sketched(one_turn([5.0, 0.1, 0.1, 0.1, 1.0, 2.0], groups=[0, 1, 1, 1, 2, 2]))
     advantages, _ = build(name).compute(batch)
     values = per_trajectory(batch, advantages)
     assert values[:4].tolist() == [0.0] * 4
@@ -155,8 +123,8 @@ def test_a_group_of_one_and_a_group_of_equal_scores_give_zero(name: str) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 def test_trajectories_without_samples_or_turns_count_in_their_group_and_never_crash(name: str) -> None:
-    played = [Played(0, ((1.0, 2),)), Played(0, ((5.0, 0),)), Played(0, ()), Played(1, ((3.0, 0),))]
-    batch = to_batch(played)
+    played = [Sketch(0, ((1.0, 2),)), Sketch(0, ((5.0, 0),)), Sketch(0, ()), Sketch(1, ((3.0, 0),))]
+    batch = sketched(played)
     advantages, returns = build(name).compute(batch)
     assert np.isfinite(advantages).all()
     assert advantages.dtype == returns.dtype == np.float64
@@ -166,9 +134,9 @@ def test_trajectories_without_samples_or_turns_count_in_their_group_and_never_cr
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("played", [[], [Played(0, ()), Played(0, ((1.0, 0),))]])
-def test_a_batch_without_tokens_gives_no_advantage(name: str, played: list[Played]) -> None:
-    advantages, returns = build(name).compute(to_batch(played))
+@pytest.mark.parametrize("played", [[], [Sketch(0, ()), Sketch(0, ((1.0, 0),))]])
+def test_a_batch_without_tokens_gives_no_advantage(name: str, played: list[Sketch]) -> None:
+    advantages, returns = build(name).compute(sketched(played))
     assert advantages.shape == returns.shape == (0,)
 
 
@@ -177,20 +145,20 @@ def test_trajectories_that_a_filter_dropped_are_ignored_and_get_zero(name: str) 
     scores = [1.0, 2.0, 6.0, 4.0, 1e6, -1e6]
     groups = [0, 0, 0, 1, 1, 1]
     keep = np.array([True, True, True, True, False, False])
-    advantages, _ = build(name).compute(to_batch(one_turn(scores, groups)).with_trajectories(trains=keep))
-    alone, _ = build(name).compute(to_batch(one_turn(scores[:4], groups[:4])))
+    advantages, _ = build(name).compute(sketched(one_turn(scores, groups)).with_trajectories(trains=keep))
+    alone, _ = build(name).compute(sketched(one_turn(scores[:4], groups[:4])))
     np.testing.assert_allclose(advantages[: len(alone)], alone, atol=1e-12)
     assert not advantages[len(alone) :].any()
 
 
 def test_unequal_groups_are_each_normalised_by_their_own_size() -> None:
-    batch = to_batch(one_turn([0.0, 1.0, 0.0, 1.0, 1.0], groups=[0, 0, 1, 1, 1]))
+    batch = sketched(one_turn([0.0, 1.0, 0.0, 1.0, 1.0], groups=[0, 0, 1, 1, 1]))
     advantages, _ = build("rloo").compute(batch)
     np.testing.assert_allclose(per_trajectory(batch, advantages), [-1, 1, -1, 0.5, 0.5])
 
 
 def test_kl_in_the_reward_reaches_the_returns() -> None:
-    batch = to_batch([Played(0, ((1.0, 2), (2.0, 1)))])
+    batch = sketched([Sketch(0, ((1.0, 2), (2.0, 1)))])
     kl = np.where(batch.tokens["response_mask"], 0.25, 9.0)
     advantages, _ = build("reinforce").compute(batch.with_tokens(kl_penalty=kl))
     assert advantages[batch.sampled].tolist() == [2.25, 2.5, 1.75]
@@ -201,7 +169,7 @@ def test_kl_in_the_reward_reaches_the_returns() -> None:
 turn = st.tuples(st.sampled_from([0.0, 1.0, -0.5, 0.25, 0.1]), st.integers(0, 3))
 group = st.lists(st.lists(turn, max_size=4).map(tuple), min_size=1, max_size=4)
 groups = st.lists(group, min_size=1, max_size=4).map(
-    lambda gs: [Played(g, turns) for g, members in enumerate(gs) for turns in members]
+    lambda gs: [Sketch(g, turns) for g, members in enumerate(gs) for turns in members]
 )
 normalization = st.sampled_from(
     [
@@ -224,12 +192,12 @@ def options_for(name: str, gamma: float) -> dict[str, Any]:
     played=groups, cuts=st.randoms(use_true_random=False), normalize=normalization, gamma=st.sampled_from([1.0, 0.9])
 )
 def test_advantages_are_the_same_whatever_the_rows(
-    name: str, played: list[Played], cuts: Any, normalize: Any, gamma: float
+    name: str, played: list[Sketch], cuts: Any, normalize: Any, gamma: float
 ) -> None:
     estimator = build(name, reward_normalization=normalize, **options_for(name, gamma))
     results = []
-    for cut in (None, lambda i, k: True, lambda i, k: cuts.random() < 0.5):
-        batch = to_batch(played, cut)
+    for cut in (lambda i, k: False, lambda i, k: True, lambda i, k: cuts.random() < 0.5):
+        batch = sketched(played, cut)
         advantages, returns = estimator.compute(batch)
         assert not advantages[~batch.tokens["response_mask"]].any()
         assert not returns[~batch.tokens["response_mask"]].any()
@@ -241,19 +209,19 @@ def test_advantages_are_the_same_whatever_the_rows(
 
 @pytest.mark.parametrize("name", NAMES)
 @given(played=groups, random=st.randoms(use_true_random=False))
-def test_renumbering_the_groups_permutes_the_advantages(name: str, played: list[Played], random: Any) -> None:
+def test_renumbering_the_groups_permutes_the_advantages(name: str, played: list[Sketch], random: Any) -> None:
     order = sorted({p.group for p in played})
     random.shuffle(order)
-    renumbered = [Played(new, p.turns) for new, old in enumerate(order) for p in played if p.group == old]
+    renumbered = [Sketch(new, p.turns) for new, old in enumerate(order) for p in played if p.group == old]
     estimator = build(name)
-    batch, other = to_batch(played), to_batch(renumbered)
+    batch, other = sketched(played), sketched(renumbered)
     mine, theirs = estimator.compute(batch)[0], estimator.compute(other)[0]
     by_group = {g: mine[batch.trajectories["group"][batch.tokens["trajectory"]] == g] for g in order}
     expected = np.concatenate([by_group[g] for g in order])
     np.testing.assert_allclose(theirs, expected, atol=1e-12)
 
 
-def slow(name: str, played: list[Played], gamma: float) -> list[list[float]]:
+def slow(name: str, played: list[Sketch], gamma: float) -> list[list[float]]:
     """Advantages per sampled token of each trajectory, before whitening, one token after the other."""
     out = []
     for me in played:
@@ -282,8 +250,8 @@ def slow(name: str, played: list[Played], gamma: float) -> list[list[float]]:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(played=groups, gamma=st.sampled_from([1.0, 0.9, 0.0]))
-def test_equals_the_definition_computed_by_loops(name: str, played: list[Played], gamma: float) -> None:
-    batch = to_batch(played)
+def test_equals_the_definition_computed_by_loops(name: str, played: list[Sketch], gamma: float) -> None:
+    batch = sketched(played)
     advantages, returns = build(name, **options_for(name, gamma)).compute(batch)
     expected = [x for one in slow(name, played, gamma) for x in one]
     np.testing.assert_allclose(advantages[batch.sampled], expected, atol=1e-9)

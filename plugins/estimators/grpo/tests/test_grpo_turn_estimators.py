@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.contracts.estimator import EstimatorContext
-from turnwise.data import Batch, Sample, Trajectory, Turn, build_batch
+from turnwise.data import Batch
 from turnwise.data.normalise import RewardNormalization
 from turnwise.errors import ConfigError
+from turnwise.testing.synthetic import Sketch, sketched
 from turnwise_grpo.agentic_reinforce import AgenticReinforce
 from turnwise_grpo.config import ReturnConfig, StepConfig
 from turnwise_grpo.step_reinforce import StepReinforce
@@ -34,24 +35,8 @@ def agentic(**options: Any) -> AgenticReinforce:
 
 def to_batch(groups: list[list[Turns]], stepwise: bool = False) -> Batch:
     """One row per trajectory, or one per turn; what sampled nothing has none."""
-    trajectories, samples = [], []
-    empty = np.zeros(0, np.int32)
-    for g, members in enumerate(groups):
-        for i, one in enumerate(members):
-            turns = tuple(
-                Turn(empty, empty, np.zeros(0, np.bool_), None, empty, reward, k) for k, (reward, _) in enumerate(one)
-            )
-            trajectories.append(Trajectory("A", g, i, 0, turns, "terminated"))
-            runs = [[k] * n for k, (_, n) in enumerate(one) if n]
-            rows = [[-1, *run] for run in runs] if stepwise else [[-1, *(k for run in runs for k in run)]]
-            samples.append(
-                [
-                    Sample(np.zeros(len(r)), np.array(r) >= 0, np.array(r), None, np.zeros(len(r)))
-                    for r in rows
-                    if max(r) >= 0
-                ]
-            )
-    return build_batch(trajectories, samples)
+    drawn = [Sketch(g, one, i) for g, members in enumerate(groups) for i, one in enumerate(members)]
+    return sketched(drawn, lambda i, k: stepwise)
 
 
 def per_turn(batch: Batch, values: np.ndarray) -> list[float | None]:
