@@ -100,6 +100,57 @@ def test_a_file_under_plugins_is_found_beside_the_yaml(run_yaml: Run) -> None:
     ]
 
 
+TYPED = """
+from __future__ import annotations
+import turnwise
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+class Typed:
+    def __init__(self, size: int = 4, share: float = 0.5, map_seed: int = None, names: Sequence[str] = (),
+                 lookup: Mapping[int | str, str] | None = None, mode: Literal["a", "b"] = "a", free=1,
+                 other: Any = None, own: Typed | None = None): pass
+
+class Unreadable:
+    def __init__(self, size: Nowhere = 4): pass
+
+@turnwise.hookimpl
+def environments():
+    return [turnwise.Implementation("typed", Typed), turnwise.Implementation("unreadable", Unreadable)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("{size: '4'}", ["size: '4' is text, a whole number is needed. Fix: write it without quotes"]),
+        ("{size: 4.5, share: true}", ["size: 4.5 is a number, a whole", "share: True is true or false, a number is"]),
+        ("{share: .inf}", ["share: inf is not finite, a finite number is needed. Fix:"]),
+        ("{names: [up, 3]}", ["names[1]: 3 is a whole number, text is needed. Fix: put it in quotes"]),
+        ("{lookup: {0: 1}}", ["lookup[0]: 1 is a whole number, text is needed"]),
+        ("{mode: c}", ["mode: 'c' is none of 'a', 'b'. Fix: choose one of them"]),
+        ("{size: 3, share: 1, map_seed: null, names: [a], lookup: {0: a, b: c}, mode: b}", []),
+        ("{free: [x], other: {a: .inf}, own: 3}", []),
+    ],
+)
+def test_what_env_config_holds_is_of_the_constructors_types(run_yaml: Run, options: str, expected: list[str]) -> None:
+    Path("my_env.py").write_text(TYPED)
+    text = f"  Mine:\n    env_type: typed\n    env_config: {options}\nplugins: [./my_env.py]\n"
+    if not expected:
+        run_yaml(text, "train_env_manager.tags=[Mine]")
+        return
+    found = problems(run_yaml, text, "train_env_manager.tags=[Mine]")
+    assert len(found) == len(expected), found
+    for line, words in zip(found, expected, strict=True):
+        assert line.startswith(f"run.yaml:18: $.custom_envs.Mine.env_config.{words}"), line
+
+
+def test_annotations_that_cannot_be_read_allow_everything(run_yaml: Run) -> None:
+    Path("my_env.py").write_text(TYPED)
+    text = "  Mine: {env_type: unreadable, env_config: {size: x}}\nplugins: [./my_env.py]\n"
+    assert run_yaml(text, "train_env_manager.tags=[Mine]").config.custom_envs["Mine"].env_config == {"size": "x"}
+
+
 def test_environments_that_are_not_played_are_not_looked_up(run_yaml: Run) -> None:
     config = run_yaml("  Other: {env_type: not_installed, env_config: {a: 1}}\n").config
     assert config.custom_envs["Other"].env_type == "not_installed"

@@ -71,7 +71,7 @@ BAD: list[tuple[str, Any, tuple[Any, ...], str]] = [
     ("either", {"start": 1}, ("either", "end"), "this key is required"),
     ("texts", "a", ("texts",), "a list (text each) is needed. Fix: [a]"),
     ("texts", ["a", 1], ("texts", 1), "text is needed"),
-    ("pair", [1], ("pair",), "a list of 2 is needed"),
+    ("pair", [1], ("pair",), "a list of 2 is needed. Fix: write a list of 2"),
     ("listed", {"a": 1}, ("listed",), "a list (a whole number each) is needed"),
     ("words", [1], ("words", 0), "text is needed"),
     ("mapped", [1], ("mapped",), "a mapping is needed"),

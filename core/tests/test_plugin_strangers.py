@@ -62,6 +62,10 @@ SHY = "class Shy(Exception):\n    def __str__(self):\n        raise ValueError('
             "'x' whose target is 'module.Class'; it must be a class",
         ),
         (f"{HOOK}    return [Implementation('x', object, config=3)]\n", "'x' whose config is 3"),
+        (
+            f"{HOOK}    return [Implementation('x', object, config='m:Config')]\n".replace("loggers", "environments"),
+            "'x' whose config is 'm:Config'; an environment's options are its constructor's keyword arguments",
+        ),
         (f"{HOOK}    return [Implementation('x', object, presets=[1])]\n", r"'x' whose presets are \[1\]"),
         (
             f"{HOOK}    return [Implementation('x', object, presets={{'a': {{'b': object()}}}})]\n",

@@ -110,6 +110,16 @@ def records_of(records: Any, hook: str) -> list[Implementation]:
             raise TypeError(
                 f"{hook} returned {record!r:.60} in its list; it must return a list of turnwise.Implementation"
             )
-        if why := faults(record):
+        if why := faults(record) or _of_the_kind(record, hook):
             raise TypeError(f"{hook} returned an Implementation {why}")
     return list(records)
+
+
+def _of_the_kind(record: Implementation, hook: str) -> str:
+    """Why a hook's kind has no use for a record, or the empty string."""
+    if hook == "environments" and record.config is not None:
+        return (
+            f"{record.name!r} whose config is {record.config!r:.60}; an environment's options are its constructor's"
+            " keyword arguments, with their annotations: config must be None"
+        )
+    return ""

@@ -22,9 +22,9 @@ class Implementation:
     """One implementation of a kind.
 
     `target`: the class, or `"module:Class"`, imported when it is built. `config`: its attrs class or `"module:Class"`
-    (none: options are checked against the constructor's signature). `requires`: import names without which it cannot
-    work in any mode. `aliases`:
-    other names it answers to, within its kind. `presets`: named option sets (`strategy_config: ${deepspeed_zero3}`).
+    (none, as environments always: options are checked against the constructor's signature and annotations).
+    `requires`: import names without which it cannot work in any mode. `aliases`: other names it answers to, within its
+    kind. `presets`: named option sets (`strategy_config: ${deepspeed_zero3}`).
     `fixtures`:
     `"module:function"` that gives the conformance kit what it needs to build one.
     """

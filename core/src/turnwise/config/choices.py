@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 from attrs import define
 
+from turnwise.config.annotations import mistyped
 from turnwise.config.convert import describe, structure, unknown_key
 from turnwise.config.problems import Path, Report, at
 from turnwise.config.schema import MANAGERS, ROLES, UNKNOWN, Choice, CustomEnv, RunConfig
@@ -214,6 +215,9 @@ def _check_signature(entry: Entry, options: Mapping[str, Any], path: Path, regis
         report.cause = report.cause or error
         option = next((o for o in options if f"no option {o!r}" in str(error)), None)
         report.error((*path, option) if option else path, str(error))
+        return
+    for where, text in mistyped(entry.target(), options):
+        report.error((*path, *where), text)
 
 
 def check_environments(data: Mapping[str, Any], registry: Registry, report: Report) -> None:

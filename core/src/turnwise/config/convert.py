@@ -90,7 +90,7 @@ def _fix(value: Any, needed: str) -> str:
         return " Fix: write it without quotes (from the environment: ${oc.decode:${oc.env:NAME}})"
     if needed.startswith("text"):
         return " Fix: put it in quotes"
-    if needed.startswith("a list") and not isinstance(value, Mapping):
+    if needed.startswith("a list") and not isinstance(value, Mapping | list | tuple):
         return f" Fix: [{value}]"
     return f" Fix: write {needed}"
 
