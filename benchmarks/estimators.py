@@ -3,7 +3,7 @@
     python benchmarks/estimators.py [--turns 10000 100000 1000000] [--repeats 3] [--only gigpo] [--states tuple]
 
 Groups of eight trajectories of ten turns, four sampled tokens a turn, one row per turn, twenty states a group: texts,
-or as FrozenLake tells them (the level's rows and a position, tuples of texts and numbers). The least of the repeats is
+or as FrozenLake reports them (the level's rows and a position, tuples of texts and numbers). The least of the repeats is
 printed, and how many times longer the last batch
 takes than the one before it: 10 for ten times the turns is linear.
 """

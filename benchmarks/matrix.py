@@ -105,7 +105,7 @@ def watched(command: list[str], log: Path) -> tuple[int, float]:
     second)."""
     log.parent.mkdir(parents=True, exist_ok=True)
     seconds: dict[tuple[int, float], float] = {}
-    with log.open("w") as told, subprocess.Popen(command, cwd=ROOT, stdout=told, stderr=told) as started:
+    with log.open("w") as output, subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output) as started:
         known: dict[tuple[int, float], psutil.Process] = {}
         deadline = time.monotonic() + LIMIT
         while started.poll() is None:

@@ -4,7 +4,7 @@ seeds.
     python benchmarks/study.py [--work FOLDER] [--seeds 0 1 2] [--only PART …] [--list] [--write]
     python benchmarks/study.py --main-job [--seeds 0 1 2] [--write]
 
-The study's finished runs are lines of FOLDER/results.jsonl and are not run again; a run that fails is told and does not
+The study's finished runs are lines of FOLDER/results.jsonl and are not run again; a run that fails is reported and does not
 stop the others. `--write` puts what is finished into benchmarks/results/ and docs/: study.md, sokoban.md, learning.md's
 tables and pictures, or frozen_lake.md and the first seed's curves.
 """

@@ -42,8 +42,8 @@ def write(lines: Sequence[Line], results: Path, images: Path) -> None:
 
 def into(page: Path, mark: str, text: str) -> None:
     """Replace what stands between the marks of `mark` on a page; raises ValueError where the marks are missing."""
-    told = page.read_text(encoding="utf-8")
-    head, begin, rest = told.partition(BEGIN.format(mark))
+    content = page.read_text(encoding="utf-8")
+    head, begin, rest = content.partition(BEGIN.format(mark))
     _, end, tail = rest.partition(END.format(mark))
     if not begin or not end:
         raise ValueError(f"{page} has no lines {BEGIN.format(mark).strip()!r} and {END.format(mark).strip()!r}")
@@ -61,12 +61,12 @@ def lake_tables(lines: Iterable[Line]) -> str:
     seeds = sorted({line["seed"] for line in lines})
     players = next((line["players"] for line in lines if line["players"]), {})
     bar = players.get("random")
-    told = [budget(lines, "maps"), ""]
-    told += [
+    parts = [budget(lines, "maps"), ""]
+    parts += [
         f"| samples | estimator | {' | '.join(f'seed {s}' for s in seeds)} | mean | untrained | seeds above random"
         " play |"
     ]
-    told += [f"|---|---|{'---:|' * (len(seeds) + 3)}"]
+    parts += [f"|---|---|{'---:|' * (len(seeds) + 3)}"]
     for manager, estimator in _ordered(found):
         of = {line["seed"]: line for line in found[manager, estimator]}
         cells = [f"{final(of[s]):.3f}" if s in of else "–" for s in seeds]
@@ -74,27 +74,29 @@ def lake_tables(lines: Iterable[Line]) -> str:
             "–" if bar is None else f"{sum(errors_above(final(line), bar) >= 2 for line in of.values())} of {len(of)}"
         )
         mean, before = statistics.mean(map(final, of.values())), statistics.mean(map(untrained, of.values()))
-        told.append(f"| {NAMES[manager]} | `{estimator}` | {' | '.join(cells)} | {mean:.3f} | {before:.3f} | {above} |")
+        parts.append(
+            f"| {NAMES[manager]} | `{estimator}` | {' | '.join(cells)} | {mean:.3f} | {before:.3f} | {above} |"
+        )
     if players:
-        told += [
+        parts += [
             "",
             "| player without a model | success |",
             "|---|---:|",
             *(f"| {name} | {value:.3f} |" for name, value in players.items()),
         ]
-    told += ["", "What a run used, means over the seeds:", "", *usage(found)]
-    told += [
+    parts += ["", "What a run used, means over the seeds:", "", *usage(found)]
+    parts += [
         "",
         f"Training trajectories until success in training (sampled, mean of five steps) first reached {REACHED}:",
         "",
         *reached(found, seeds),
     ]
-    return "\n".join(told) + "\n"
+    return "\n".join(parts) + "\n"
 
 
 def usage(found: Mapping[tuple[str, str], Sequence[Line]]) -> list[str]:
     """Samples, tokens and time of every combination."""
-    told = [
+    parts = [
         (
             "| samples | estimator | turns each, at the end | samples each | samples each, at the end | million tokens"
             " | CPU s | wall s |"
@@ -104,14 +106,14 @@ def usage(found: Mapping[tuple[str, str], Sequence[Line]]) -> list[str]:
     for key in _ordered(found):
         of = found[key]
         each = statistics.mean(line["samples"] / line["trajectories"] for line in of)
-        told.append(
+        parts.append(
             f"| {NAMES[key[0]]} | `{key[1]}` | {_mean(of, 'last_turns'):.2f} | {each:.2f} |"
             f" {_mean(of, 'last_samples'):.2f} | {_mean(of, 'tokens') / 1e6:.2f} | {_mean(of, 'cpu'):.0f} |"
             f" {_mean(of, 'wall'):.0f} |"
         )
     machines = sorted({line["machine"] for of in found.values() for line in of})
     return [
-        *told,
+        *parts,
         "",
         (
             f"Each: per trajectory; at the end: the last tenth of the steps. Machine: {'; '.join(machines)}, no GPU,"
@@ -122,7 +124,7 @@ def usage(found: Mapping[tuple[str, str], Sequence[Line]]) -> list[str]:
 
 def reached(found: Mapping[tuple[str, str], Sequence[Line]], seeds: Sequence[int]) -> list[str]:
     """How soon GRPO and GiGPO began to succeed, every seed for itself."""
-    told = [f"| samples | estimator | {' | '.join(f'seed {s}' for s in seeds)} |", f"|---|---|{'---:|' * len(seeds)}"]
+    parts = [f"| samples | estimator | {' | '.join(f'seed {s}' for s in seeds)} |", f"|---|---|{'---:|' * len(seeds)}"]
     for key in _ordered(found):
         if key[1] in ("grpo", "gigpo"):
             firsts = {
@@ -130,8 +132,8 @@ def reached(found: Mapping[tuple[str, str], Sequence[Line]], seeds: Sequence[int
                 for line in found[key]
             }
             cells = ["–" if s not in firsts else "never" if firsts[s] is None else f"{firsts[s]:,.0f}" for s in seeds]
-            told.append(f"| {NAMES[key[0]]} | `{key[1]}` | {' | '.join(cells)} |")
-    return told
+            parts.append(f"| {NAMES[key[0]]} | `{key[1]}` | {' | '.join(cells)} |")
+    return parts
 
 
 # ---- Sokoban
@@ -146,7 +148,7 @@ def sokoban_table(lines: Iterable[Line]) -> str:
     found = by_combination(lines, "sokoban")
     players = next((line["players"] for line in lines if line["players"]), {})
     bar = players.get("random")
-    told = [
+    parts = [
         budget(lines, "rooms"),
         "",
         (
@@ -159,18 +161,18 @@ def sokoban_table(lines: Iterable[Line]) -> str:
         for line in found[manager, estimator]:
             before, after = untrained(line), final(line)
             against = "–" if bar is None else f"{errors_above(after, bar):+.1f}"
-            told.append(
+            parts.append(
                 f"| {NAMES[manager]} | `{estimator}` | {line['seed']} | {before:.3f} | {after:.3f} |"
                 f" {errors_above(after, before):+.1f} | {against} | {line['cpu']:.0f} | {line['wall']:.0f} |"
             )
     if players:
-        told += [
+        parts += [
             "",
             "| player without a model | success |",
             "|---|---:|",
             *(f"| {name} | {value:.3f} |" for name, value in players.items()),
         ]
-    return "\n".join(told) + "\n"
+    return "\n".join(parts) + "\n"
 
 
 # ---- numbers

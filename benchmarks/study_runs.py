@@ -177,7 +177,7 @@ def play(run: Run, work: Path) -> dict[str, Any] | None:
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode != 0:
         return None
-    told = [json.loads(text) for text in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    reported = [json.loads(text) for text in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return {
         "name": run.name,
         "digest": run.digest,
@@ -185,7 +185,7 @@ def play(run: Run, work: Path) -> dict[str, Any] | None:
         "manager": run.manager,
         "estimator": run.estimator,
         "seed": run.seed,
-        **measured(told),
+        **measured(reported),
         "players": players(folder / "report.md"),
         "wall": time.perf_counter() - began,
         "cpu": spent.ru_utime + spent.ru_stime - used.ru_utime - used.ru_stime,
@@ -193,11 +193,11 @@ def play(run: Run, work: Path) -> dict[str, Any] | None:
     }
 
 
-def measured(told: list[dict[str, float]]) -> dict[str, Any]:
+def measured(reported: list[dict[str, float]]) -> dict[str, Any]:
     """What a run's metrics say: greedy success on held-out levels over the steps, success in training, and what was
     used."""
-    trained = [line for line in told if "rollout/samples" in line]
-    held_out = [line for line in told if "val/success" in line]
+    trained = [line for line in reported if "rollout/samples" in line]
+    held_out = [line for line in reported if "val/success" in line]
     tenth = trained[-max(1, len(trained) // 10) :]
     return {
         "steps": len(trained),

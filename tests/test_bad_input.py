@@ -171,7 +171,7 @@ def test_a_folder_that_cannot_be_written_is_the_machines_fault(fake: Any, key: s
     assert f"Fix: choose another {key}" in line
 
 
-def test_every_mistake_is_told_at_once(fake: Any) -> None:
+def test_every_mistake_is_reported_at_once(fake: Any) -> None:
     overrides = [
         "max_steps=many",
         "adv_estimator=grpoo",
@@ -270,7 +270,7 @@ def test_where_no_prompt_fits_the_run_goes_on_and_says_so(lake: Any) -> None:
     assert "no token was sampled in 16 episodes" in result.stderr
 
 
-def test_a_failing_logger_is_switched_off_and_told_once(fake: Any, whole_fake: Any) -> None:
+def test_a_failing_logger_is_switched_off_and_reported_once(fake: Any, whole_fake: Any) -> None:
     (fake.folder / "mine.py").write_text(FAILING)
     result = fake.train(WITH_FILE, "track_with=[failing_logger, {use: jsonl, every: 1}]")
     fake.same(whole_fake)

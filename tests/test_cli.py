@@ -47,7 +47,7 @@ def inference_backends():
 """
 
 
-def test_train_tells_what_became_of_the_model_and_how_to_watch_it(fake: Any) -> None:
+def test_train_reports_what_became_of_the_model_and_how_to_watch_it(fake: Any) -> None:
     result = fake.train("custom_envs.Count.env_config={length: 3}")
     assert "| model at step 0 |" in result.stdout
     assert "| model at step 6 |" in result.stdout
@@ -133,7 +133,7 @@ def test_a_run_writes_frames_of_the_evaluated_episodes(fake: Any) -> None:
     assert [p.suffix for p in (fake.folder / "frames/step-000001").iterdir()] == [".gif"]
 
 
-def test_a_run_dumps_the_trajectories_of_every_step_and_logs_where_it_is_told(fake: Any) -> None:
+def test_a_run_dumps_the_trajectories_of_every_step_and_logs_where_its_key_says(fake: Any) -> None:
     fake.train("max_steps=2", "eval_steps=0", "rollout_dump_dir=dump", "logging_dir=logs")
     files = sorted((fake.folder / "dump").iterdir())
     assert [p.name for p in files] == ["step-000000.jsonl", "step-000001.jsonl"]
@@ -209,7 +209,7 @@ def test_plan_and_check_start_nothing(lake: Any) -> None:
     assert [p.name for p in lake.folder.iterdir()] == ["run.yaml"]
 
 
-def test_check_tells_the_configuration_and_the_machine_apart(fake: Any) -> None:
+def test_check_reports_the_configuration_and_the_machine_apart(fake: Any) -> None:
     both = fake.command(
         "check", "run.yaml", "actor_infer.device_mapping=[0, 1, 2, 3, 4, 5, 6, 7]", "output_dir=/proc/turnwise/out"
     )

@@ -1,4 +1,4 @@
-"""Every key that docs/coming-from.md tells to write here exists: in the schema, or in the options of something
+"""Every key that docs/coming-from.md says to write here exists: in the schema, or in the options of something
 installed."""
 
 from __future__ import annotations

@@ -78,11 +78,11 @@ def test_the_values_reach_advantages_and_returns(whole: Any) -> None:
     last = [u.rows.columns for role, method, u, _ in calls if (role, method) == ("critic", "update")][4:]
     for columns in last:
         np.testing.assert_allclose(columns["advantages"] + columns["values"], columns["returns"], atol=1e-9)
-    told = np.concatenate([columns["values"] for columns in last])
-    np.testing.assert_allclose(np.sort(told), np.sort(values[1]))
+    seen = np.concatenate([columns["values"] for columns in last])
+    np.testing.assert_allclose(np.sort(seen), np.sort(values[1]))
 
 
-def test_the_metrics_tell_of_the_critic(whole: Any) -> None:
+def test_the_metrics_report_the_critic(whole: Any) -> None:
     run, _ = whole
     first, last = run.metrics()[:2]
     for line in (first, last):

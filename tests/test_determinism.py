@@ -31,7 +31,7 @@ def test_the_metrics_are_those_of_every_step_and_evaluation(whole_lake: Any) -> 
     losses = [line["policy/loss"] for line in lines[:-1]]
     assert len(set(losses)) == 6  # a run that learned nothing would prove nothing
     assert "time/save" not in lines[1]
-    assert "time/save" in lines[2]  # metrics first, then the checkpoint: its time is told with the next step
+    assert "time/save" in lines[2]  # metrics first, then the checkpoint: its time is reported with the next step
 
 
 def test_another_seed_gives_another_run(lake: Any, whole_lake: Any) -> None:

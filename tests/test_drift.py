@@ -54,7 +54,7 @@ def warnings(result: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "expected"),
     [
         (KEEPS, ""),
         (
@@ -66,19 +66,19 @@ def warnings(result: Any) -> list[str]:
     ids=["keeps", "strips", "writes more"],
 )
 def test_check_warns_of_a_template_that_changes_earlier_turns(
-    lake: Any, tmp_path: Path, template: str, told: str
+    lake: Any, tmp_path: Path, template: str, expected: str
 ) -> None:
     with_manager(lake, "{use: trajectory}")
     size = "custom_envs.Lake.env_config.size=8"  # no way across in three turns
     result = lake.command("check", "run.yaml", f"pretrain={model(tmp_path, template)}", size)
     assert result.exit_code == 0, result.output
     assert result.stdout == "run.yaml: ready to train\n"
-    assert len(warnings(result)) == bool(told)
+    assert len(warnings(result)) == bool(expected)
     for line in warnings(result):
         assert line.startswith(
             "warning: custom_envs.Lake.env_manager: the chat template writes earlier turns otherwise"
         )
-        assert told in line
+        assert expected in line
 
 
 def test_check_says_nothing_of_step_wise_prompts_which_are_renderings(lake: Any, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def environments():
 """
 
 
-def test_an_environment_that_cannot_be_played_is_told_and_the_check_goes_on(lake: Any, tmp_path: Path) -> None:
+def test_an_environment_that_cannot_be_played_is_reported_and_the_check_goes_on(lake: Any, tmp_path: Path) -> None:
     (lake.folder / "breaks.py").write_text(BREAKS)
     with_manager(lake, "trajectory")
     keys = yaml.safe_load(lake.yaml.read_text())

@@ -93,9 +93,9 @@ def test_sigterm_is_a_request_to_stop_too(fake: Any) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     running.send_signal(signal.SIGTERM)
-    _, told = running.communicate(timeout=30)
+    _, stderr = running.communicate(timeout=30)
     assert running.returncode == 130
-    assert f"saved: out/checkpoints/checkpoint-{fake.checkpoints()[-1]:06d}" in told
+    assert f"saved: out/checkpoints/checkpoint-{fake.checkpoints()[-1]:06d}" in stderr
 
 
 def test_a_second_interrupt_ends_a_run_whose_inline_step_hangs(fake: Any, whole_fake: Any) -> None:

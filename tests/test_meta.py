@@ -105,7 +105,7 @@ def test_every_hook_has_a_template(hook: str) -> None:
 
 @every_folder()
 def test_a_plugin_folder_is_complete(folder: Path) -> None:
-    assert len((folder / "README.md").read_text(encoding="utf-8").splitlines()) > 5, "the README tells nothing"
+    assert len((folder / "README.md").read_text(encoding="utf-8").splitlines()) > 5, "the README says nothing"
     assert list((folder / "tests").glob("test_*.py")), "there are no tests"
     assert (package(folder) / "py.typed").is_file()
     facts = project(folder)["project"]
@@ -224,13 +224,13 @@ def test_every_dependency_is_pinned_to_a_version_that_it_admits(folder: Path) ->
 
 def loaded_by(code: str) -> set[str]:
     """The top-level modules in a new process after `code`."""
-    told = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)), file=sys.stderr)"],
         capture_output=True,
         text=True,
         check=True,
     )
-    return {name.partition(".")[0] for name in json.loads(told.stderr.splitlines()[-1])}
+    return {name.partition(".")[0] for name in json.loads(ended.stderr.splitlines()[-1])}
 
 
 def test_import_turnwise_loads_no_engine() -> None:

@@ -98,7 +98,7 @@ def assert_agrees(plan: dict[str, Any], steps: list[dict[str, float]], who: str,
     sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     critics=st.none() | st.tuples(st.integers(1, 3), st.integers(1, 3)),
 )
-def test_training_makes_the_updates_that_plan_tells_at_the_rates_of_their_progress(
+def test_training_makes_the_updates_that_plan_reports_at_the_rates_of_their_progress(
     tmp_path_factory: pytest.TempPathFactory,
     stepwise: bool,
     turns: int,

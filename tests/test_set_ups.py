@@ -70,7 +70,7 @@ def test_memory_of_the_set_ups_by_hand() -> None:
     assert (train["weights"], train["gradients"], train["optimizer"]) == (count, 2 * count, count // 2 * 12 // 8)
 
 
-def test_images_of_a_vision_model_are_told_at_most() -> None:
+def test_images_of_a_vision_model_are_estimated_at_most() -> None:
     values = planned("A")
     assert (
         values["cpu"]["images"] == 512 * 8192 * 4 * 14 * 14 * 3
@@ -79,7 +79,7 @@ def test_images_of_a_vision_model_are_told_at_most() -> None:
     assert "images" not in planned("B")["cpu"]
 
 
-def test_warm_up_is_told_in_updates() -> None:
+def test_warm_up_is_reported_in_updates() -> None:
     assert (planned("B")["warmup_updates"], planned("C")["warmup_updates"], planned("A")["warmup_updates"]) == (
         [10, 10],
         [1, 1],
@@ -88,7 +88,7 @@ def test_warm_up_is_told_in_updates() -> None:
     assert "warm-up        10 pipeline steps = 10 updates" in turnwise("plan", EXAMPLES / SET_UPS["B"]).stdout
 
 
-def test_sixteen_rows_of_8192_tokens_are_told_to_be_too_much_for_40_gigabytes() -> None:
+def test_sixteen_rows_of_8192_tokens_are_reported_as_too_much_for_40_gigabytes() -> None:
     more = (
         "actor_train.training_args.per_device_train_batch_size=16",
         "actor_train.training_args.gradient_accumulation_steps=2",
@@ -119,7 +119,7 @@ LACKS = {
 @pytest.mark.parametrize("where", ["", pytest.param("engines", marks=pytest.mark.engines)])
 @pytest.mark.parametrize("name", SET_UPS)
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_a_set_up_is_right_and_what_is_not_here_is_told_apart(
+def test_a_set_up_is_right_and_what_is_not_here_is_reported_apart(
     name: str, command: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if where and importlib.util.find_spec("vllm") is None:
@@ -132,13 +132,13 @@ def test_a_set_up_is_right_and_what_is_not_here_is_told_apart(
         *[f"actor_infer.strategy_args.strategy_config.python={python}"] * bool(python),
     )
     assert refused.exit_code == 2
-    told = [line for line in refused.stderr.splitlines() if not line.startswith(("note: ", "warning: "))]
+    lines = [line for line in refused.stderr.splitlines() if not line.startswith(("note: ", "warning: "))]
     wrong = "config: " if command == "check" else "error: "
     machine, product = LACKS[name]
-    assert [lack for lack in machine if not any(lack in line for line in told if line.startswith("machine: "))] == []
-    assert [lack for lack in product if not any(lack in line for line in told if line.startswith(wrong))] == []
-    assert len([line for line in told if line.startswith(wrong)]) == len(product)
-    assert not any(len(line) > 600 for line in told)
+    assert [lack for lack in machine if not any(lack in line for line in lines if line.startswith("machine: "))] == []
+    assert [lack for lack in product if not any(lack in line for line in lines if line.startswith(wrong))] == []
+    assert len([line for line in lines if line.startswith(wrong)]) == len(product)
+    assert not any(len(line) > 600 for line in lines)
 
 
 @pytest.mark.parametrize(("name", "absent"), [("A", "click_and_read"), ("C", "rlvr")])

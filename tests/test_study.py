@@ -104,10 +104,10 @@ def test_a_run_leaves_a_line_and_is_not_run_again_and_a_broken_one_stops_nobody(
     study: Any, small: Any, tmp_path: Path
 ) -> None:
     broken = evolve(small, seed=1, config={**small.config, "max_steps": -1})
-    told = list(study.play_all([broken, small], tmp_path))
-    assert told[0] == (broken, None)
+    outcomes = list(study.play_all([broken, small], tmp_path))
+    assert outcomes[0] == (broken, None)
     assert "max_steps" in (tmp_path / f"{broken.name}.log").read_text(encoding="utf-8")
-    line = told[1][1]
+    line = outcomes[1][1]
     assert (line["steps"], line["trajectories"], line["failed"]) == (1, 8, 0)
     assert [step for step, *_ in line["evals"]] == [0, 1]
     assert 8 <= line["samples"] <= line["turns"]

@@ -104,13 +104,13 @@ def test_a_stranger_trains_one_step(stranger: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "runs" / "number_line" / "checkpoints").glob("checkpoint-*"))
 
 
-def test_the_readme_tells_what_the_files_say() -> None:
+def test_the_readme_shows_what_the_files_say() -> None:
     readme = (EXAMPLE / "README.md").read_text(encoding="utf-8")
     code = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
     assert code is not None
-    told: dict[str, object] = {}
-    exec(compile(code[1], "README.md", "exec"), told)
-    shown, packaged = told["NumberLine"], runpy.run_path(str(EXAMPLE / "number_line.py"))["NumberLine"]
+    namespace: dict[str, object] = {}
+    exec(compile(code[1], "README.md", "exec"), namespace)
+    shown, packaged = namespace["NumberLine"], runpy.run_path(str(EXAMPLE / "number_line.py"))["NumberLine"]
     for seed in range(10):
         one, other = shown(), packaged()  # type: ignore[operator]
         assert one.reset(seed=seed)[0] == other.reset(seed=seed)[0]

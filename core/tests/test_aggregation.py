@@ -138,6 +138,6 @@ def test_merging_a_trajectorys_rows_keeps_the_objective(data: st.DataObject, mod
         ("seq-mean-token-sum-norm", "sample", 0, "loss_scale_factor: 0 is not a positive number"),
     ],
 )
-def test_wrong_settings_are_told(mode: str, unit: str, scale: float, line: str) -> None:
+def test_wrong_settings_are_reported(mode: str, unit: str, scale: float, line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         token_coefficients(mode, unit, np.arange(1), np.arange(1), np.ones(1), np.ones(1, np.int64), scale)

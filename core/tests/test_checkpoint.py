@@ -99,7 +99,7 @@ def test_a_full_disk_leaves_no_half_checkpoint_and_the_older_ones_whole(
     assert to_resume(True, tmp_path).folder == older  # type: ignore[union-attr]
 
 
-def test_a_disk_that_cannot_make_it_durable_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_make_it_durable_is_reported_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(descriptor: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -254,7 +254,7 @@ def test_a_run_resumed_from_another_folder_keeps_nothing_that_lies_in_its_own(tm
     assert read(other).step == 5
 
 
-def test_settings_that_a_resumed_run_changes_are_told_and_where_it_writes_is_not() -> None:
+def test_settings_that_a_resumed_run_changes_are_reported_and_where_it_writes_is_not() -> None:
     before = {"seed": 1, "max_steps": 4, "actor_train": {"training_args": {"learning_rate": 1.0}}, "output_dir": "a"}
     now = {
         "seed": 2,

@@ -46,9 +46,9 @@ def new(kind: str, into: Path, name: str = "my-first_one") -> Path:
 
 @pytest.mark.parametrize("kind", sorted(KINDS.values()))
 def test_a_scaffolded_plugin_passes_its_own_tests(kind: str, tmp_path: Path) -> None:
-    told = python(new(kind, tmp_path), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error")
-    assert re.search(r"\b[2-9] passed", told)
-    assert "skipped" not in told.splitlines()[-1]
+    output = python(new(kind, tmp_path), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error")
+    assert re.search(r"\b[2-9] passed", output)
+    assert "skipped" not in output.splitlines()[-1]
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS.values()))
@@ -125,7 +125,7 @@ def test_every_hook_has_a_template() -> None:
     assert resolve("Batch_Adjust") == resolve("batch-adjust") == "batch_adjust"
 
 
-def test_a_misspelt_kind_is_told_with_the_nearest_and_all(tmp_path: Path) -> None:
+def test_a_misspelt_kind_is_reported_with_the_nearest_and_all(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"'estimater'\. Did you mean 'estimator'\? Kinds: backend, batch-adjust, env, .*strategy\.$"
     ):
@@ -147,7 +147,7 @@ def test_a_folder_that_exists_is_left_as_it_is(tmp_path: Path) -> None:
     assert list((tmp_path / "turnwise-mine").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(MachineError, match="cannot write"):
         scaffold("env", "mine", tmp_path / "file")

@@ -34,18 +34,18 @@ def calls(toy: Toy, monkeypatch: pytest.MonkeyPatch, train: list[int], infer: li
     """What happens to the roles in one step of a run, a name and a method each."""
     seen: list[str] = []
 
-    def watch(cls: type, method: str, told: Callable[[Any], str]) -> None:
+    def watch(cls: type, method: str, name_of: Callable[[Any], str]) -> None:
         before = getattr(cls, method)
 
         if asyncio.iscoroutinefunction(before):
 
             async def called(self: Any, *args: Any) -> Any:
-                seen.append(f"{told(self)}.{method}" + (f"({args[0]})" if method == "wake" else ""))
+                seen.append(f"{name_of(self)}.{method}" + (f"({args[0]})" if method == "wake" else ""))
                 return await before(self, *args)
         else:
 
             def called(self: Any, *args: Any) -> Any:
-                seen.append(f"{told(self)}.{method}")
+                seen.append(f"{name_of(self)}.{method}")
                 return before(self, *args)
 
         monkeypatch.setattr(cls, method, called)

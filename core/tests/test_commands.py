@@ -167,9 +167,9 @@ def test_what_the_machine_lacks_is_exit_code_3(toy: Toy, tmp_path: Path) -> None
 
 def test_version_and_help_need_no_configuration() -> None:
     assert turnwise("--version").stdout == f"turnwise, version {__version__}\n"
-    told = turnwise("-h").stdout
+    shown = turnwise("-h").stdout
     assert all(
-        f"\n  {command} " in told
+        f"\n  {command} " in shown
         for command in ("train", "eval", "rollout", "plan", "check", "plugins", "new", "test-plugin")
     )
     assert turnwise("rollout").exit_code == 2
@@ -199,7 +199,7 @@ def test_without_evaluation_nothing_is_there_to_watch(toy: Toy) -> None:
     assert "watch it play" not in got.stdout
 
 
-def test_what_was_translated_is_told_by_plan_and_check_and_logged_by_train(toy: Toy, tmp_path: Path) -> None:
+def test_what_was_translated_is_reported_by_plan_and_check_and_logged_by_train(toy: Toy, tmp_path: Path) -> None:
     path = toy(**NOTED)
     for command in ("plan", "check"):
         got = turnwise(command, path)
@@ -262,7 +262,7 @@ def test_an_error_that_nothing_foresaw_is_one_line_and_its_traceback_is_in_the_l
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_an_interrupted_run_saves_and_tells_how_to_resume(toy: Toy, tmp_path: Path) -> None:
+def test_an_interrupted_run_saves_and_reports_how_to_resume(toy: Toy, tmp_path: Path) -> None:
     path = with_strategy(toy, tmp_path, "os.kill(os.getpid(), signal.SIGINT) if self._updates == 1 else None")
     got = turnwise("train", path)
     assert got.exit_code == 130
@@ -355,7 +355,7 @@ def test_a_player_is_evaluated_as_json_and_as_text(toy: Toy) -> None:
     assert "val/Toy/success                          1\n" in text
 
 
-def test_episodes_that_could_not_be_played_are_told_and_json_stays_json(toy: Toy) -> None:
+def test_episodes_that_could_not_be_played_are_reported_and_json_stays_json(toy: Toy) -> None:
     envs = {
         "Toy": {"env_type": "fake", "env_manager": "fake"},
         "Bad": {"env_type": "fake", "env_manager": "fake", "env_config": {"fails": "raise"}},
@@ -430,10 +430,10 @@ def test_episodes_are_printed_turn_by_turn(toy: Toy) -> None:
 
 
 def test_another_seed_plays_other_tasks(toy: Toy) -> None:
-    told = [
+    shown = [
         turnwise("rollout", toy(), "--player", "first", *more).stdout for more in ((), ("--seed", 0), ("--seed", 1))
     ]
-    assert told[0] == told[1] != told[2]
+    assert shown[0] == shown[1] != shown[2]
 
 
 def test_rendered_episodes_become_files(toy: Toy, tmp_path: Path) -> None:
@@ -462,10 +462,10 @@ def environments():
         plugins=plugin(tmp_path, env),
         custom_envs={"Toy": {"env_type": "here", "env_manager": "fake", "step": "thread"}},
     )
-    told = turnwise("rollout", path, "--player", "first", "--episodes", 3).stdout
-    assert (told.count("thread: False"), told.count("thread: True")) == (9, 0)
-    told = turnwise("rollout", path, "--player", "first", "--episodes", 3, "--debug").stdout
-    assert (told.count("thread: False"), told.count("thread: True")) == (0, 3)  # and one episode alone
+    shown = turnwise("rollout", path, "--player", "first", "--episodes", 3).stdout
+    assert (shown.count("thread: False"), shown.count("thread: True")) == (9, 0)
+    shown = turnwise("rollout", path, "--player", "first", "--episodes", 3, "--debug").stdout
+    assert (shown.count("thread: False"), shown.count("thread: True")) == (0, 3)  # and one episode alone
 
 
 def test_observations_of_every_form_are_readable() -> None:
@@ -506,7 +506,7 @@ def listing(monkeypatch: pytest.MonkeyPatch) -> Registry:
     return known
 
 
-def test_the_list_tells_status_duplicates_and_what_is_broken(listing: Registry) -> None:
+def test_the_list_shows_status_duplicates_and_what_is_broken(listing: Registry) -> None:
     got = turnwise("plugins")
     assert got.exit_code == 0
     rows = [line.split(maxsplit=4) for line in got.stdout.splitlines()]

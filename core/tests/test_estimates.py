@@ -154,7 +154,7 @@ def test_main_memory_holds_a_column_of_each_model(model: Path) -> None:
     assert estimates.estimates(run_of(init_kl_coef=0.1, critic=role), model)["cpu"]["log_probs"] == 12 * 800
 
 
-def test_what_does_not_fit_is_told_of_devices_alone(model: Path) -> None:
+def test_what_does_not_fit_is_reported_of_devices_alone(model: Path) -> None:
     on_cpu = run_of()
     assert estimates.warnings(estimates.estimates(on_cpu, model, device_gb=1e-6), on_cpu) == []
     on_gpu = run_of(actor_train=evolve(on_cpu.actor_train, device_mapping=(0,)))

@@ -194,7 +194,7 @@ def test_environment_metrics_are_by_tag() -> None:
     assert metrics.environment_metrics([]) == {}
 
 
-def test_memory_is_told_in_gib() -> None:
+def test_memory_is_reported_in_gib() -> None:
     assert 0.01 < metrics.system_metrics()["system/cpu_memory"] < 1000
 
 

@@ -1,4 +1,4 @@
-"""Which devices a role without `device_mapping` gets, and that everybody who has to know is told the same."""
+"""Which devices a role without `device_mapping` gets, and that everybody who has to know gets the same."""
 
 from __future__ import annotations
 

@@ -276,12 +276,12 @@ def test_warm_up_is_explained_and_one_without_effect_is_named() -> None:
     assert warned(warmup_steps=3, **floor) == ["warmup_steps = 3 counts pipeline steps"]
 
 
-def test_a_last_update_that_learns_nothing_is_told() -> None:
+def test_a_last_update_that_learns_nothing_is_reported() -> None:
     early = {"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": {"num_decay_steps": 2, "num_stable_steps": 3}}
     assert warned(**early) == ["the last update has learning rate 0: it learns nothing"]
 
 
-def test_policies_that_count_rows_are_told_where_the_rows_vary() -> None:
+def test_policies_that_count_rows_are_reported_where_the_rows_vary() -> None:
     cutting = {"custom_envs": {"T": CustomEnv("fake", max_steps=5, env_manager=Choice("cutting"))}}
     assert warned(**cutting) == []  # as many updates, whatever the rows
     assert warned(batch_adjust_mode=Choice("per_row")) == []
@@ -290,7 +290,7 @@ def test_policies_that_count_rows_are_told_where_the_rows_vary() -> None:
     ]
 
 
-def test_names_that_mean_something_else_elsewhere_are_told_as_they_stand_here() -> None:
+def test_names_that_mean_something_else_elsewhere_are_reported_as_they_stand_here() -> None:
     defaults = [
         "init_kl_coef = 0: no KL penalty in the reward (ROLL's default is 0.2)",
         "lr_scheduler_type = constant (ROLL's default is linear)",

@@ -337,7 +337,7 @@ def test_the_environment_variable_blocks_by_name_and_the_module_is_not_imported(
         known.find("environment", "guess")
 
 
-def test_a_broken_plugin_that_is_blocked_is_not_told_any_more(install: Install) -> None:
+def test_a_broken_plugin_that_is_blocked_is_not_reported_any_more(install: Install) -> None:
     install("turnwise-bad", "raise RuntimeError('bad')\n")
     known = Registry.discover()
     known.declare(["no:bad"])
@@ -467,7 +467,7 @@ def test_a_requirement_that_is_met_says_nothing(install: Install, wanted: str) -
     Registry.discover().declare([wanted])
 
 
-def test_everything_that_is_missing_is_told_at_once_with_one_pip_command(install: Install, tmp_path: Path) -> None:
+def test_everything_that_is_missing_is_reported_at_once_with_one_pip_command(install: Install, tmp_path: Path) -> None:
     install("turnwise-guess")
     (tmp_path / "torn.py").write_text("import tw_gone\n")
     wanted = [

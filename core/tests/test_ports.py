@@ -1,4 +1,4 @@
-"""A port that is told to another process is still free when that process listens."""
+"""A port that is given to another process is still free when that process listens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_port_is_free_and_not_one_that_the_system_hands_out() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
-def test_a_port_that_is_taken_is_not_told(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+def test_a_port_that_is_taken_is_not_given(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     with socket.create_server((host, free_port(host))) as taken:
         monkeypatch.setattr(ports, "LOWEST", taken.getsockname()[1])
         monkeypatch.setattr(ports, "HIGHEST", taken.getsockname()[1])

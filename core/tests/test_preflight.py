@@ -86,7 +86,7 @@ def test_a_role_without_a_strategy_says_what_to_write(toy: Toy) -> None:
     )
 
 
-def test_roles_without_a_common_transport_are_told_before_anything_is_loaded(toy: Toy, tmp_path: Path) -> None:
+def test_roles_without_a_common_transport_are_reported_before_anything_is_loaded(toy: Toy, tmp_path: Path) -> None:
     backend = """
 from turnwise.testing.fakes import FakeBackend
 
@@ -216,7 +216,7 @@ def test_roles_of_one_process_cannot_have_two_values_of_a_variable(toy: Toy) -> 
         ),
     ],
 )
-def test_a_schedule_that_cannot_be_is_told_with_its_path(toy: Toy, args: dict[str, Any], expected: str) -> None:
+def test_a_schedule_that_cannot_be_is_reported_with_its_path(toy: Toy, args: dict[str, Any], expected: str) -> None:
     actor = {
         "strategy_args": {"strategy_name": "fake"},
         "training_args": {"learning_rate": 5.0, "per_device_train_batch_size": 2, **args},
@@ -238,7 +238,7 @@ def test_whatever_is_named_is_imported_before_the_start(toy: Toy, tmp_path: Path
     assert only(got.machine) == "logger 'far' needs tw_absent, not installed. Fix: install it, or name another"
 
 
-def test_arithmetic_that_refuses_its_settings_is_told_before_the_start(toy: Toy, tmp_path: Path) -> None:
+def test_arithmetic_that_refuses_its_settings_is_reported_before_the_start(toy: Toy, tmp_path: Path) -> None:
     policy = """
 from turnwise.errors import ConfigError
 
@@ -262,7 +262,7 @@ def batch_adjusts():
         ("loggers", "track_with", "logger"),
     ],
 )
-def test_a_constructor_that_does_not_take_config_and_context_is_told_with_the_plugin(
+def test_a_constructor_that_does_not_take_config_and_context_is_reported_with_the_plugin(
     toy: Toy, tmp_path: Path, hook: str, key: str, kind: str
 ) -> None:
     body = f"class Odd:\n    pass\n@turnwise.hookimpl\ndef {hook}():\n    return [Implementation('odd', Odd)]\n"
@@ -289,7 +289,7 @@ def test_an_estimator_without_members_of_its_contract_is_reported_with_the_plugi
     )
 
 
-def test_an_estimator_whose_constructor_fails_is_told_with_the_plugin(toy: Toy, tmp_path: Path) -> None:
+def test_an_estimator_whose_constructor_fails_is_reported_with_the_plugin(toy: Toy, tmp_path: Path) -> None:
     body = "class Odd:\n    def __init__(self, config, context):\n        raise KeyError('x')\n"
     body += "@turnwise.hookimpl\ndef advantage_estimators():\n    return [Implementation('odd', Odd)]\n"
     line = only(found(toy(plugins=plugin(tmp_path, body), adv_estimator="odd")).config)
@@ -306,7 +306,7 @@ def test_a_baseline_must_be_a_player(toy: Toy) -> None:
     assert line == "$.baselines: 'fake_backend' needs a model, so it is no baseline. Fix: name players, such as random."
 
 
-def test_an_environment_that_cannot_be_built_is_told_with_its_options(toy: Toy, tmp_path: Path) -> None:
+def test_an_environment_that_cannot_be_built_is_reported_with_its_options(toy: Toy, tmp_path: Path) -> None:
     bad = "class Bad:\n    def __init__(self, size=1):\n        raise ValueError('size must be even')\n"
     bad += "@turnwise.hookimpl\ndef environments():\n    return [Implementation('bad', Bad)]\n"
     envs = {"Toy": {"env_type": "bad", "env_manager": "fake", "env_config": {"size": 3}}}
@@ -332,7 +332,7 @@ def test_an_environment_that_cannot_be_closed_is_still_one_to_play(toy: Toy, tmp
 HANG = "import threading\n        threading.Event().wait(60)\n"
 
 
-def test_an_environment_whose_constructor_hangs_is_told_within_its_timeout(toy: Toy, tmp_path: Path) -> None:
+def test_an_environment_whose_constructor_hangs_is_reported_within_its_timeout(toy: Toy, tmp_path: Path) -> None:
     body = environment(f"    def __init__(self):\n        {HANG}")
     manager = {"num_env_groups": 2, "group_size": 2, "tags": ["Toy"], "reset_timeout": 0.2}
     envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
@@ -369,7 +369,7 @@ def test_an_environment_whose_close_hangs_holds_nothing_up(
     assert "Toy.close did not end within 0.2 s" in caplog.text
 
 
-def test_an_environment_whose_constructor_exits_is_told_and_ends_nothing(toy: Toy, tmp_path: Path) -> None:
+def test_an_environment_whose_constructor_exits_is_reported_and_ends_nothing(toy: Toy, tmp_path: Path) -> None:
     envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
     body = "    def __init__(self):\n        raise SystemExit(0)\n"
     line = only(found(toy(plugins=plugin(tmp_path, environment(body)), custom_envs=envs)).config)
@@ -378,7 +378,7 @@ def test_an_environment_whose_constructor_exits_is_told_and_ends_nothing(toy: To
     )
 
 
-def test_a_model_that_is_not_there_is_told_when_the_rest_is_right(toy: Toy) -> None:
+def test_a_model_that_is_not_there_is_reported_when_the_rest_is_right(toy: Toy) -> None:
     assert only(found(toy(pretrain="no/such/model")).config).startswith(
         "pretrain: 'no/such/model' is not a folder with weights.npy."
     )
@@ -402,7 +402,7 @@ def test_a_folder_that_cannot_be_written_is_the_machines_fault(toy: Toy, tmp_pat
     assert got == Findings([], [f"{key}: {tmp_path / 'file'} is not a folder. Fix: choose another {key}"])
 
 
-def test_a_folder_on_a_read_only_disk_is_told(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_on_a_read_only_disk_is_reported(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(dir: Path) -> None:
         raise OSError(30, "Read-only file system")
 
@@ -411,7 +411,7 @@ def test_a_folder_on_a_read_only_disk_is_told(toy: Toy, monkeypatch: pytest.Monk
     assert line == "output_dir: out cannot be written (Read-only file system). Fix: choose another output_dir"
 
 
-def test_a_checkpoint_that_cannot_be_resumed_is_told(toy: Toy, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_resumed_is_reported(toy: Toy, tmp_path: Path) -> None:
     assert found(toy(resume_from_checkpoint=True)).config == []  # the first run of a command that is always the same
     (tmp_path / "out" / "checkpoints" / "checkpoint-000002").mkdir(parents=True)
     for setting in (True, "out/checkpoints/checkpoint-000002"):
@@ -469,7 +469,7 @@ def runtimes():
     assert found(path, "runtime=elsewhere", *mapping).machine == []
     assert "GPU" not in only(
         found(path, "runtime=lacking", *mapping).machine
-    )  # what is not installed is told, and nothing of GPUs
+    )  # what is not installed is reported, and nothing of GPUs
     assert found(path, *mapping).machine == [
         "actor_train: device_mapping needs 2 GPUs, found 0. Fix: use devices that are here",
         "actor_infer: device_mapping needs 3 GPUs, found 0. Fix: use devices that are here",

@@ -179,11 +179,11 @@ def test_each_side_of_a_range_has_its_advice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "told"), [("centring", True), ("dividing", False), ("as_it_is", False), ("unknown", False)]
+    ("estimator", "expected"), [("centring", True), ("dividing", False), ("as_it_is", False), ("unknown", False)]
 )
-def test_rewards_are_judged_where_a_mean_is_subtracted(estimator: str, told: bool) -> None:
+def test_rewards_are_judged_where_a_mean_is_subtracted(estimator: str, expected: bool) -> None:
     config = evolve(run_of(), adv_estimator=Choice(estimator))
-    assert bool(unhealthy({"critic/reward/mean": 3.0}, config)) == told
+    assert bool(unhealthy({"critic/reward/mean": 3.0}, config)) == expected
 
 
 def test_the_clip_is_judged_where_the_loss_has_one() -> None:
@@ -191,19 +191,19 @@ def test_the_clip_is_judged_where_the_loss_has_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entropy", "score", "told"),
+    ("entropy", "score", "expected"),
     [((3.0, 0.29), (0.5, 0.5), True), ((3.0, 0.29), (0.5, 0.6), False), ((3.0, 0.31), (0.5, 0.4), False)],
 )
 def test_entropy_that_fell_without_a_better_score_has_collapsed(
-    entropy: tuple[float, float], score: tuple[float, float], told: bool
+    entropy: tuple[float, float], score: tuple[float, float], expected: bool
 ) -> None:
     first, last = ({"policy/entropy": e, "critic/score/mean": s} for e, s in zip(entropy, score))
     lines = unhealthy(last, run_of(), first)
-    assert [line.split(":")[0] for line in lines] == (["policy/entropy fell from 3 to 0.29"] if told else [])
+    assert [line.split(":")[0] for line in lines] == (["policy/entropy fell from 3 to 0.29"] if expected else [])
 
 
 @pytest.mark.parametrize(
-    ("peak", "pretrain", "rank", "told"),
+    ("peak", "pretrain", "rank", "expected"),
     [
         (5e-7, "maker/model", None, []),
         (5e-6, "maker/model", None, []),
@@ -214,24 +214,24 @@ def test_entropy_that_fell_without_a_better_score_has_collapsed(
     ],
 )
 def test_the_largest_rate_is_judged_for_a_pretrained_model(
-    peak: float, pretrain: Any, rank: int | None, told: list[str], tmp_path: Path
+    peak: float, pretrain: Any, rank: int | None, expected: list[str], tmp_path: Path
 ) -> None:
     config = run_of(pretrain=pretrain, actor_train=Role(model_args=ModelArgs(lora_rank=rank)))
     lines = unhealthy({}, config, None, peak)
-    assert [line.split(": ")[1].split(" ")[0] for line in lines] == told
+    assert [line.split(": ")[1].split(" ")[0] for line in lines] == expected
     history = History(rates={0: [1, 0.0, 0.0], 1: [2, peak, peak / 2], 2: [1, 0.0, 0.0]})
-    assert (f"learning rate up to {peak:.4g}: " in report.write(tmp_path, config, history, None)) == bool(told)
+    assert (f"learning rate up to {peak:.4g}: " in report.write(tmp_path, config, history, None)) == bool(expected)
 
 
 def test_advice_names_its_section_of_the_documentation() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    told = {
+    expected = {
         section
         for healthy in (*HEALTHY.values(), PRETRAINED_RATE)
         for _, section in (healthy.below, healthy.above)
         if section
     }
-    assert {section for section in told if f"\n## {section}\n" not in page} == set()
+    assert {section for section in expected if f"\n## {section}\n" not in page} == set()
     for name in HEALTHY:
         assert re.search(r"\(docs/troubleshooting.md: [A-Z][a-z ]+\)$|is 0\)$", unhealthy({name: float("nan")})[0])
 

@@ -1,5 +1,5 @@
 """Learning rates: the reference numbers, equality with transformers at one update a step, and what a wrong schedule is
-told."""
+reported."""
 
 from __future__ import annotations
 
@@ -174,20 +174,20 @@ def test_a_run_that_cut_trajectories_into_rows_never_trains_at_rate_zero() -> No
         ),
     ],
 )
-def test_a_wrong_schedule_is_told_in_one_line(name: str, kwargs: dict[str, Any], line: str) -> None:
+def test_a_wrong_schedule_is_reported_in_one_line(name: str, kwargs: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as error:
         Schedule(name, 0, kwargs)
     assert any(line in problem for problem in error.value.problems)
     assert all("\n" not in problem for problem in error.value.problems)
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         Schedule("polynomial", -1, {"power": "x", "lr_ned": 1})
     assert len(error.value.problems) == 3
 
 
-def test_ends_that_do_not_fit_the_run_are_told_by_check() -> None:
+def test_ends_that_do_not_fit_the_run_are_reported_by_check() -> None:
     assert Schedule("polynomial").check(1e-7, 10) == [
         "lr_scheduler_kwargs.lr_end: 1e-07 is not below learning_rate 1e-07"
     ]

@@ -130,16 +130,16 @@ def test_the_model_of_pretrain_plays_the_same_twice_and_other_tasks_under_anothe
     assert seen() != seen(5)
 
 
-def test_a_backend_that_plays_is_told_that_no_weights_will_come(
+def test_a_backend_that_plays_knows_that_no_weights_will_come(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built, init = list[InferenceContext](), FakeBackend.__init__
 
-    def told(self: FakeBackend, config: Any, context: InferenceContext) -> None:
+    def noting(self: FakeBackend, config: Any, context: InferenceContext) -> None:
         built.append(context)
         init(self, config, context)
 
-    monkeypatch.setattr(FakeBackend, "__init__", told)
+    monkeypatch.setattr(FakeBackend, "__init__", noting)
     run(play.with_tasks(config))
     (context,) = built
     assert not context.updates and context.needs_its_model

@@ -32,7 +32,7 @@ class Raises:
         return call
 
 
-def test_every_logger_is_told_everything_in_order() -> None:
+def test_every_logger_receives_everything_in_order() -> None:
     one, two = logger(), logger()
     tracking = Tracking([("one", one), ("two", two)])
     tracking.scalars(3, {"a": 1.0})

@@ -89,7 +89,7 @@ def test_one_model_for_both_needs_one_dtype(choose_among: Callable[..., str]) ->
         ({"taken": ("process_group",), "devices": ((0,), (0,))}, "it shares devices with actor_train"),
     ],
 )
-def test_why_no_transport_is_left_is_told(
+def test_why_no_transport_is_left_is_reported(
     choose_among: Callable[..., str], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -183,7 +183,7 @@ def passed(side: Side) -> int:
     return asyncio.run(whole())
 
 
-def test_a_trainer_without_memory_is_told_though_the_backend_noticed_first() -> None:
+def test_a_trainer_without_memory_is_reported_though_the_backend_noticed_first() -> None:
     class Late(Side):
         async def send(self, offer: Offer) -> None:
             await asyncio.sleep(0.05)
@@ -218,7 +218,7 @@ def test_a_side_whose_other_failed_is_given_up_after_a_moment(
     assert side.given_up == [other]
 
 
-def test_when_both_fail_the_first_is_told() -> None:
+def test_when_both_fail_the_first_is_reported() -> None:
     with pytest.raises(EngineError, match="no room"):
         passed(Side(send=EngineError("no room"), receive=EngineError("the trainer stopped sending")))
 

@@ -59,7 +59,7 @@ def ready(batch: Batch) -> Batch:
 
 @frozen
 class Deals:
-    """A policy that deals the rows as they come into updates of `size`, and remembers what it was told."""
+    """A policy that deals the rows as they come into updates of `size`, and remembers what it was given."""
 
     size: int
     asked: list[AdjustInput]
@@ -167,7 +167,7 @@ def test_coefficients_of_the_step_travel_with_each_update() -> None:
     assert coefficient(0.5, 3, 4) == 0.5
 
 
-def test_filtered_trajectories_give_no_rows_but_are_told_as_arrived() -> None:
+def test_filtered_trajectories_give_no_rows_but_are_reported_as_arrived() -> None:
     batch = ready(batch_of(trajectories(4, 3), row_per_turn))
     keep = batch.trajectories["group"] % 2 == 0
     policy = Deals(3, [])

@@ -255,7 +255,7 @@ def test_before_reset_there_is_a_clear_error(call: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ({"size": 1}, "size is 1"),
         ({"size": True}, "size is True"),
@@ -272,8 +272,8 @@ def test_before_reset_there_is_a_clear_error(call: Any) -> None:
         ({"split": "tset"}, "Did you mean 'test'"),
     ],
 )
-def test_options_that_cannot_be_used_are_told_in_one_line(options: dict[str, Any], told: str) -> None:
+def test_options_that_cannot_be_used_are_reported_in_one_line(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match="frozen_lake") as caught:
         FrozenLake(**options)
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -90,7 +90,7 @@ def test_start_and_goal_are_part_of_the_content() -> None:
     )
 
 
-def test_a_split_without_any_map_is_told_in_one_line() -> None:
+def test_a_split_without_any_map_is_reported_in_one_line() -> None:
     only = make_level(0, 2, 1.0, False, "all").cells  # p 1 and fixed corners: a single map
     absent = next(split for split in ("train", "val", "test") if split != split_of(only))
     with pytest.raises(ConfigError, match="no solvable map") as caught:

@@ -210,7 +210,7 @@ def test_before_reset_there_is_a_clear_error(call: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ({"env_id": "Pendulum-v1"}, "plays Discrete actions only"),
         ({"env_id": "CartPool-v1"}, "CartPole"),
@@ -228,10 +228,10 @@ def test_before_reset_there_is_a_clear_error(call: Any) -> None:
         ({"env_id": "CartPole-v1", "success_reward": math.nan}, "finite"),
     ],
 )
-def test_options_that_cannot_be_used_are_told_in_one_line(options: dict[str, Any], told: str) -> None:
+def test_options_that_cannot_be_used_are_reported_in_one_line(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match="the Gymnasium environment") as caught:
         GymnasiumBridge(**options)
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""Templates and options: what is accepted, and what is told about the rest."""
+"""Templates and options: what is accepted, and what is reported about the rest."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_braces_inside_a_value_are_text() -> None:
 
 
 @pytest.mark.parametrize("key", ["agent_template", "pre_step_template", "next_step_template"])
-def test_unknown_placeholder_is_told_with_the_known_ones(key: str) -> None:
+def test_unknown_placeholder_is_reported_with_the_known_ones(key: str) -> None:
     with pytest.raises(
         ValueError,
         match=(
@@ -55,7 +55,7 @@ def test_unknown_placeholder_is_told_with_the_known_ones(key: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"), [("<answer>.*?</answer>", "has no group"), ("(", "is not a regular expression")]
 )
-def test_unusable_action_pattern_is_told(pattern: str, message: str) -> None:
+def test_unusable_action_pattern_is_reported(pattern: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"action_pattern {message}.*Fix:"):
         ManagerConfig(action_pattern=pattern)
 

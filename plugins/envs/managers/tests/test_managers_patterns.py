@@ -83,7 +83,7 @@ def test_a_pattern_that_reads_thinking_itself_finds_it() -> None:
     assert found(text, action_pattern=pattern, strip_thinking=True) == ""
 
 
-def test_a_whole_response_keeps_its_thinking_unless_told() -> None:
+def test_a_whole_response_keeps_its_thinking_unless_set() -> None:
     text = "<think>hm</think> Up"
     assert found(text) == text
     assert found(text, strip_thinking=True) == "Up"

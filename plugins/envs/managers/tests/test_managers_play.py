@@ -1,4 +1,4 @@
-"""What both managers share: actions, penalties, anchors, what the environment tells, and how an episode ends."""
+"""What both managers share: actions, penalties, anchors, what the environment reports, and how an episode ends."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_anchor_is_the_state_before_the_call(make: Any) -> None:
     )
     first, second, third, fourth = (turn.anchor for turn in played.turns)
     assert (first, third, fourth) == (("at", 0), "s2", 9)
-    np.testing.assert_array_equal(second, [1.0, 1.0])  # as it was told, not as the environment went on writing
+    np.testing.assert_array_equal(second, [1.0, 1.0])  # as it was reported, not as the environment went on writing
     assert [turn.observation for turn in played.turns] == ["s0", "s1", "s2", "s3"]
 
 
@@ -99,7 +99,7 @@ def test_stop_reason(make: Any, terminated: bool, truncated: bool, limit: int, e
     assert run(make(), env, ScriptedSampler(["x"]), evolve(ROOMY, max_turns=limit)).stop_reason == expected
 
 
-def test_success_metrics_and_actions_are_what_was_told_last(make: Any) -> None:
+def test_success_metrics_and_actions_are_what_was_reported_last(make: Any) -> None:
     steps = [
         ("s1", 0.0, False, False, {"metrics": {"a": 2, "b": True}, "success": True, "actions": ["l", "r"]}),
         ("s2", 0.0, False, False, {"metrics": {"a": 3.5}}),
@@ -115,7 +115,7 @@ def test_success_metrics_and_actions_are_what_was_told_last(make: Any) -> None:
     assert [call["actions"] for call in sampler.calls] == [("u",), ("l", "r"), ("l", "r")]
 
 
-def test_success_is_unknown_unless_told(make: Any) -> None:
+def test_success_is_unknown_unless_reported(make: Any) -> None:
     assert run(make(), ScriptedEnv("s0", [("s1", 1.0, True, False, {})]), ScriptedSampler(["x"])).success is None
 
 
@@ -158,7 +158,7 @@ def test_environment_failures_pass_through(make: Any) -> None:
         ("s", {"actions": "up"}, "the actions 'up'"),
     ],
 )
-def test_what_an_environment_must_not_tell_is_an_environment_failure(
+def test_what_an_environment_must_not_report_is_an_environment_failure(
     make: Any, observation: Any, info: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(EnvironmentFailure, match=f"Tag .*{message}.*Fix:"):
@@ -248,8 +248,8 @@ def test_template_args_reach_the_chat(make: Any) -> None:
     assert chat.args == {"enable_thinking": False}
 
 
-@pytest.mark.parametrize(("limit", "told"), [(50, 20), (7, 7)])
-def test_a_template_may_tell_how_long_a_response_can_be(make: Any, limit: int, told: int) -> None:
+@pytest.mark.parametrize(("limit", "expected"), [(50, 20), (7, 7)])
+def test_a_template_may_say_how_long_a_response_can_be(make: Any, limit: int, expected: int) -> None:
     sampler = ScriptedSampler(["a"], takes="messages")
     limits = evolve(ROOMY, max_turns=1, max_new_tokens=20, max_tokens_per_step=limit)
     run(
@@ -258,4 +258,4 @@ def test_a_template_may_tell_how_long_a_response_can_be(make: Any, limit: int, t
         sampler,
         limits,
     )
-    assert sampler.calls[0]["messages"][-1]["content"] == f"s0, at most {told} tokens"
+    assert sampler.calls[0]["messages"][-1]["content"] == f"s0, at most {expected} tokens"

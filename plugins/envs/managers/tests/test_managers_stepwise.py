@@ -141,6 +141,6 @@ def test_a_system_message_of_the_environment_stays_when_its_turn_is_forgotten() 
     assert [call["messages"] for call in sampler.calls] == [first, [first[0], {"role": "user", "content": "s1"}]]
 
 
-def test_the_plan_is_told_that_a_turn_is_a_row() -> None:
+def test_the_plan_knows_that_a_turn_is_a_row() -> None:
     assert StepwiseConfig().capabilities.row_per_turn
     assert not TrajectoryConfig().capabilities.row_per_turn

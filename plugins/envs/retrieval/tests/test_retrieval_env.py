@@ -154,9 +154,9 @@ def test_the_same_seed_asks_the_same_question_and_others_others() -> None:
 def test_what_is_no_answer_goes_on(action: str, observation: str, reward: float, invalid: float) -> None:
     env = Retrieval(**SMALL, search_penalty=-0.25, invalid_penalty=-0.5)
     env.reset(seed=0)
-    told = env.step(action)
-    assert told[:4] == (observation, reward, False, False)
-    assert told[4]["metrics"]["invalid"] == invalid
+    outcome = env.step(action)
+    assert outcome[:4] == (observation, reward, False, False)
+    assert outcome[4]["metrics"]["invalid"] == invalid
 
 
 def test_free_text_may_be_a_search() -> None:
@@ -171,8 +171,8 @@ def test_free_text_may_be_a_search() -> None:
 def test_a_wrong_answer_ends_the_episode_too() -> None:
     env = Retrieval(**SMALL, wrong_penalty=-0.75)
     env.reset(seed=0)
-    told = env.step("answer: I do not know")
-    assert (*told[:4], told[4]["success"]) == ("Wrong.", -0.75, True, False, False)
+    outcome = env.step("answer: I do not know")
+    assert (*outcome[:4], outcome[4]["success"]) == ("Wrong.", -0.75, True, False, False)
     assert env.step("answer: again")[:4] == ("Wrong.", 0.0, True, False)
 
 
@@ -191,13 +191,13 @@ def test_the_answer_is_matched_exactly_apart_from_that() -> None:
 def test_several_documents_a_search() -> None:
     env = Retrieval(**SMALL, documents_per_search=3)
     env.reset(seed=0)
-    told = env.step("search: baker")
+    outcome = env.step("search: baker")
     corpus = make_corpus(0, 40, 100, 400)
     expected = corpus.search("baker", 3)
-    assert told[0] == "\n\n".join(text_of(corpus, i) for i in expected)
+    assert outcome[0] == "\n\n".join(text_of(corpus, i) for i in expected)
 
 
-def test_state_keys_tell_questions_and_what_is_shown_apart() -> None:
+def test_state_keys_separate_questions_and_what_is_shown() -> None:
     env = Retrieval(**SMALL)
     first = env.reset(seed=0)[1]["state_key"]
     shown = env.step("search: baker")[4]["state_key"]
@@ -255,7 +255,7 @@ def test_a_rendering_is_the_question_and_the_beginning_of_what_is_shown() -> Non
     assert env.render() == f"{env.text}\n\n{shown[:400]}"
 
 
-def test_steps_before_reset_are_told() -> None:
+def test_steps_before_reset_are_reported() -> None:
     with pytest.raises(EnvironmentFailure, match="before reset"):
         Retrieval(**SMALL).step("search: a")
     with pytest.raises(EnvironmentFailure, match="before reset"):
@@ -283,6 +283,6 @@ def test_steps_before_reset_are_told() -> None:
         ({"corpus_seed": -1}, "corpus_seed"),
     ],
 )
-def test_options_that_cannot_be_used_are_told(options: dict[str, Any], message: str) -> None:
+def test_options_that_cannot_be_used_are_reported(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Retrieval(**options)

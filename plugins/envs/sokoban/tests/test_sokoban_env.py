@@ -269,7 +269,7 @@ def test_before_reset_there_is_a_clear_error(call: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ({"dim_room": [4, 4]}, "dim_room is [4, 4]"),
         ({"dim_room": 6}, "dim_room is 6"),
@@ -292,10 +292,10 @@ def test_before_reset_there_is_a_clear_error(call: Any) -> None:
         ({"split": "trian"}, "Did you mean 'train'"),
     ],
 )
-def test_options_that_cannot_be_used_are_told_in_one_line(options: dict[str, Any], told: str) -> None:
+def test_options_that_cannot_be_used_are_reported_in_one_line(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match="sokoban") as caught:
         Sokoban(**options)
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

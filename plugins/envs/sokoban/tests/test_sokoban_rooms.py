@@ -141,7 +141,7 @@ def test_splits_share_no_room_and_have_their_sizes() -> None:
     assert drawn.count("val") / 1500 == pytest.approx(0.1, abs=0.03)
 
 
-def test_more_boxes_than_the_room_holds_is_told_in_one_line() -> None:
+def test_more_boxes_than_the_room_holds_is_reported_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"no room .* sokoban\. Fix: ") as caught:
         make_room(0, 3, 5, 3, 10, "all")
     assert "\n" not in str(caught.value)

@@ -75,7 +75,7 @@ def test_step_reinforce_may_compare_within_one_trajectory_or_not_at_all() -> Non
     np.testing.assert_allclose(per_turn(batch, both), expected)
 
 
-def test_step_reinforce_discounts_by_095_unless_told() -> None:
+def test_step_reinforce_discounts_by_095_unless_set() -> None:
     batch = to_batch([[((0.0, 1), (1.0, 1))]])
     assert per_turn(batch, step().compute(batch)[1]) == [0.95, 1.0]
 

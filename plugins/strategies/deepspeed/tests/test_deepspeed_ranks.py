@@ -208,9 +208,9 @@ def test_stage_3_holds_half_of_every_parameter_and_gathers_nothing_between_updat
     pair: list[dict[str, Any]], model: str
 ) -> None:
     for rank in pair:
-        told = rank[f"whole {model}"]
-        assert all(held == -(-whole // 2) for held, whole in told["held"])
-        assert told["gathered"] == 0
+        reported = rank[f"whole {model}"]
+        assert all(held == -(-whole // 2) for held, whole in reported["held"])
+        assert reported["gathered"] == 0
 
 
 @pytest.mark.parametrize("model", AT_STAGE_3)
@@ -226,13 +226,13 @@ def test_the_head_is_gathered_tied_or_not_with_checkpointed_layers(
 def test_a_backend_receives_whole_tensors_under_every_name(
     pair: list[dict[str, Any]], model: str, shared: Path
 ) -> None:
-    told = pair[0][f"whole {model}"]
+    reported = pair[0][f"whole {model}"]
     loaded = AutoModelForCausalLM.from_pretrained(shared / f"export-{model}", dtype=torch.float32).state_dict()
-    assert "lm_head.weight" in told["received"]
+    assert "lm_head.weight" in reported["received"]
     for name, tensor in loaded.items():
-        assert torch.equal(tensor, told["received"][name]), name
-        assert torch.equal(tensor, told["weights"][name]), name
-    assert set(told["received"]) == set(loaded)
+        assert torch.equal(tensor, reported["received"][name]), name
+        assert torch.equal(tensor, reported["weights"][name]), name
+    assert set(reported["received"]) == set(loaded)
     assert pair[1][f"whole {model}"]["received"] == {}
 
 
@@ -307,8 +307,8 @@ def test_ranks_wait_for_each_other_as_long_as_the_configuration_says_in_deepspee
     pair: list[dict[str, Any]],
 ) -> None:
     for rank in pair:
-        assert all(set(told["waits"]) == {200.0} for told in rank.values())
-        assert max(len(told["waits"]) for told in rank.values()) > 1
+        assert all(set(reported["waits"]) == {200.0} for reported in rank.values())
+        assert max(len(reported["waits"]) for reported in rank.values()) > 1
 
 
 @pytest.mark.parametrize("loss", LOSSES)

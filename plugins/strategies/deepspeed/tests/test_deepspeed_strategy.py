@@ -146,7 +146,7 @@ def test_an_update_that_fails_half_way_leaves_no_gradient(build: Build, plain: C
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "act", "told"),
+    ("owner", "name", "act", "expected"),
     [
         (
             "model",
@@ -193,7 +193,7 @@ def test_running_out_of_memory_names_phase_role_and_keys(
     owner: str,
     name: str,
     act: Callable[..., Any],
-    told: str,
+    expected: str,
 ) -> None:
     def exhausted(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
@@ -202,7 +202,7 @@ def test_running_out_of_memory_names_phase_role_and_keys(
     strategy = build(zero(2))
     target = strategy.model.base_model if owner == "model" else getattr(strategy, owner) if owner else strategy
     monkeypatch.setattr(target, name, exhausted)
-    with pytest.raises(OutOfMemory, match=rf"^out of memory, in {told}") as caught:
+    with pytest.raises(OutOfMemory, match=rf"^out of memory, in {expected}") as caught:
         act(strategy, tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -344,7 +344,7 @@ def test_a_state_from_before_the_first_update_is_undone_exactly(build: Build, tm
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_damaged_state_is_told_in_one_line(build: Build, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_state_is_reported_in_one_line(build: Build, tmp_path: Path, damage: str) -> None:
     strategy = build(zero(2))
     strategy.save(tmp_path)
     for file in tmp_path.rglob("*_states.pt"):
@@ -387,7 +387,7 @@ def test_a_state_that_would_run_code_is_refused_before_it_does(
     assert not ran.exists()
 
 
-def test_a_state_of_another_model_and_a_place_that_cannot_be_written_are_told(build: Build, tmp_path: Path) -> None:
+def test_a_state_of_another_model_and_a_place_that_cannot_be_written_are_reported(build: Build, tmp_path: Path) -> None:
     build(zero(1), model=tiny_model(tmp_path / "model", vocab_size=60)).save(tmp_path / "state")
     strategy = build(zero(1))
     with pytest.raises(CheckpointError, match=r"belongs to another model than .*\. Fix: "):

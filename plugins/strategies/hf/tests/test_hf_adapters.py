@@ -347,7 +347,7 @@ def test_whole_weights_for_adapters_and_adapters_for_whole_weights_are_refused(
     with_backend(folder, work, lora=LORA if alone else None)
 
 
-def test_without_peft_the_machine_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_machine_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     monkeypatch.setattr("turnwise_hf.backend.importlib.util.find_spec", lambda name: None)
     (problem,) = HfBackend.check(HfConfig(), InferenceContext(folder, None, lora=LORA))

@@ -488,7 +488,7 @@ def test_a_response_ends_where_the_sequence_is_full(folder: Path) -> None:
         (ask(top_p=0.0), "outside the allowed ranges"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_told_at_once_and_harms_nobody(
+def test_a_request_that_cannot_be_served_is_reported_at_once_and_harms_nobody(
     folder: Path, request_: Request, message: str
 ) -> None:
     async def work(backend: HfBackend) -> None:
@@ -598,7 +598,7 @@ def test_asleep_it_does_not_sample_and_awake_it_does(folder: Path) -> None:
     with_backend(folder, work)
 
 
-def test_what_it_cannot_be_built_with_is_told_at_once(folder: Path, tmp_path: Path) -> None:
+def test_what_it_cannot_be_built_with_is_reported_at_once(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the hf backend needs a model"):
         HfBackend(HfConfig(), InferenceContext(None, None))
     with pytest.raises(ConfigError, match="'flash_attention_2' is none of hf's: eager, sdpa"):

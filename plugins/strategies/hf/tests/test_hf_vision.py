@@ -146,7 +146,7 @@ def test_the_same_request_gives_the_same_tokens_in_another_batch(seeing: Path) -
     assert [g.ids.tolist() for g in together] == [g.ids.tolist() for g in alone]  # type: ignore[union-attr]
 
 
-def test_ids_without_their_image_are_told(seeing: Path) -> None:
+def test_ids_without_their_image_are_reported(seeing: Path) -> None:
     request = request_of(HfChat(seeing), 0, picture(0, 56, 84))
     with pytest.raises(EngineError, match="image 1 of a sample is 1 tokens"):
         sampled(seeing, [evolve(request, images=(picture(0, 28, 28),))])

@@ -202,7 +202,7 @@ def test_experts_of_a_layer_that_files_share_out_are_read_together(pair: Any, tm
         ),
     ],
 )
-def test_experts_that_are_missing_or_of_another_shape_are_told_by_the_name_of_one(
+def test_experts_that_are_missing_or_of_another_shape_are_reported_by_the_name_of_one(
     pair: Any, tmp_path: Path, harm: dict[str, Any], message: str
 ) -> None:
     model, _, saved = pair

@@ -197,7 +197,7 @@ def plain_training(folder: Path, updates: list[Update]) -> dict[str, Any]:
 
 
 def start_ranks(folder: Path, size: int, cases: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run the cases on `size` processes that meet on loopback ports; what each rank told."""
+    """Run the cases on `size` processes that meet on loopback ports; what each rank reported."""
     ports = [free_port() for _ in range(3 * len(cases))]  # a group that is left does not meet there again
     given = {name: {**case, "ports": ports[3 * n : 3 * n + 3]} for n, (name, case) in enumerate(cases.items())}
     (folder / "cases.pkl").write_bytes(pickle.dumps(given))
@@ -206,7 +206,7 @@ def start_ranks(folder: Path, size: int, cases: Mapping[str, dict[str, Any]]) ->
         lambda rank: [*command, str(rank), str(size)], size, folder, environment={"OMP_NUM_THREADS": "1"}, timeout=600
     )
     assert codes == [0] * size, said
-    return [pickle.loads((folder / f"told-{rank}.pkl").read_bytes()) for rank in range(size)]
+    return [pickle.loads((folder / f"reported-{rank}.pkl").read_bytes()) for rank in range(size)]
 
 
 @pytest.fixture(scope="session")

@@ -73,32 +73,32 @@ def run(case: dict[str, Any], rank: int, size: int, folder: Path) -> dict[str, A
     ]
     context = contexts[0]
     strategy = MegatronStrategy(config, context)
-    told: dict[str, Any] = {"data_parallel": strategy.data_parallel, "weights": weights(strategy)}
+    reported: dict[str, Any] = {"data_parallel": strategy.data_parallel, "weights": weights(strategy)}
     groups = [
         group
         for group in torch.distributed.distributed_c10d._world.pg_map
         if group != torch.distributed.GroupMember.NON_GROUP_MEMBER
     ]
-    told["waits"] = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+    reported["waits"] = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
     given = case["updates"]
     if "rows" in case:
         ask = strategy.values if context.head == "value" else strategy.logprobs
-        told["before"] = ask(share(case["rows"], strategy))
+        reported["before"] = ask(share(case["rows"], strategy))
     if case.get("broken"):  # the updates that follow are as if it had not been
-        told["skipped"] = skipped(strategy, given[0])
-    told["results"] = updated(strategy, given[:3])
-    told["objectives"] = {}
+        reported["skipped"] = skipped(strategy, given[0])
+    reported["results"] = updated(strategy, given[:3])
+    reported["objectives"] = {}
     for name, objective in case.get(
         "objectives", {}
     ).items():  # one group for all of them: its port may be another's by now
         strategy.context, strategy.loss = evolve(strategy.context, objective=objective), build_loss(objective)
-        told["objectives"][name] = updated(strategy, case["silent"])
+        reported["objectives"][name] = updated(strategy, case["silent"])
     if case.get("resume"):
         strategy.save(folder / "state")
-    told["results"] += updated(strategy, given[3:])
-    told["after"] = weights(strategy)
+    reported["results"] += updated(strategy, given[3:])
+    reported["after"] = weights(strategy)
     if case.get("sent"):
-        told["sent"] = sent(strategy)
+        reported["sent"] = sent(strategy)
     if case.get("exported"):
         strategy.export(folder / "export")
     strategy.close()
@@ -106,16 +106,16 @@ def run(case: dict[str, Any], rank: int, size: int, folder: Path) -> dict[str, A
         again = MegatronStrategy(config, contexts[1])
         updated(again, given[:1])
         again.load(folder / "state")
-        told["resumed"] = updated(again, given[3:])
-        told["resumed_weights"] = weights(again)
+        reported["resumed"] = updated(again, given[3:])
+        reported["resumed_weights"] = weights(again)
         again.close()
         other = MegatronStrategy(MegatronConfig(**case["other"]), contexts[2])
         try:
             other.load(folder / "state")
         except TurnwiseError as error:
-            told["refused"] = str(error)
+            reported["refused"] = str(error)
         other.close()
-    return told
+    return reported
 
 
 def main() -> None:
@@ -124,11 +124,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     cases = pickle.loads((folder / "cases.pkl").read_bytes())
-    told = {}
+    reported = {}
     for name, case in cases.items():
         (folder / name).mkdir(exist_ok=True)
-        told[name] = run(case, rank, size, folder / name)
-    (folder / f"told-{rank}.pkl").write_bytes(pickle.dumps(told))
+        reported[name] = run(case, rank, size, folder / name)
+    (folder / f"reported-{rank}.pkl").write_bytes(pickle.dumps(reported))
 
 
 if __name__ == "__main__":

@@ -67,9 +67,9 @@ def trained(lab: Any, folder: Path, size: int, forms: dict[str, Any], **more: An
         }
         for name, (_, _, config) in forms.items()
     }
-    told = lab.start_ranks(folder, size, cases)
+    reported = lab.start_ranks(folder, size, cases)
     plain = {name: lab.plain_training(model, updates) for name, model in models.items()}
-    return {"folder": folder, "told": told, "plain": plain, "models": models, "rows": rows}
+    return {"folder": folder, "reported": reported, "plain": plain, "models": models, "rows": rows}
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +98,15 @@ def four(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["tensor", "data", "expert", "pipeline"])
 def test_no_rank_makes_a_step_where_one_has_a_loss_that_is_not_finite(two: dict[str, Any], name: str) -> None:
-    found = [each[name]["skipped"] for each in two["told"]]
+    found = [each[name]["skipped"] for each in two["reported"]]
     assert [(result.skipped, stays) for result, stays in found] == [(True, True)] * 2
 
 
 def by_data_rank(run: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """What the first process of each data parallel rank told."""
-    told = [each[name] for each in run["told"]]
-    size = told[0]["data_parallel"][1]
-    return [next(each for each in told if each["data_parallel"] == (rank, size)) for rank in range(size)]
+    """What the first process of each data parallel rank reported."""
+    reported = [each[name] for each in run["reported"]]
+    size = reported[0]["data_parallel"][1]
+    return [next(each for each in reported if each["data_parallel"] == (rank, size)) for rank in range(size)]
 
 
 def check_training(run: dict[str, Any], name: str) -> None:
@@ -115,7 +115,7 @@ def check_training(run: dict[str, Any], name: str) -> None:
     np.testing.assert_allclose([result.loss for result in results], plain["losses"], atol=1e-5, rtol=1e-5)
     np.testing.assert_allclose([result.grad_norm for result in results], plain["norms"], rtol=1e-5)
     assert all(norm > 0.5 for norm in plain["norms"][:3]), "clipping must show"
-    after = run["told"][0][name]["after"]
+    after = run["reported"][0][name]["after"]
     assert after.keys() == plain["after"].keys()
     for key, expected in plain["after"].items():
         np.testing.assert_allclose(after[key], expected, atol=1e-4, rtol=0, err_msg=key)
@@ -123,10 +123,10 @@ def check_training(run: dict[str, Any], name: str) -> None:
             assert (expected - plain["before"][key]).abs().max() > 1e-3, (
                 f"{key} did not move, so the comparison says nothing"
             )
-    for told in run["told"]:  # every process of a data parallel rank gets the whole answer
-        mine = ranks[told[name]["data_parallel"][0]]
-        assert [r.loss for r in told[name]["results"]] == [r.loss for r in mine["results"]]
-        assert [dict(r.sums) for r in told[name]["results"]] == [dict(r.sums) for r in mine["results"]]
+    for reported in run["reported"]:  # every process of a data parallel rank gets the whole answer
+        mine = ranks[reported[name]["data_parallel"][0]]
+        assert [r.loss for r in reported[name]["results"]] == [r.loss for r in mine["results"]]
+        assert [dict(r.sums) for r in reported[name]["results"]] == [dict(r.sums) for r in mine["results"]]
 
 
 def check_log_probs(lab: Any, run: dict[str, Any], name: str) -> None:
@@ -150,7 +150,7 @@ def test_log_probs_of_two_ranks_are_those_of_transformers(lab: Any, two: dict[st
 
 @pytest.mark.parametrize("name", TWO)
 def test_a_folder_comes_back_bit_by_bit_on_the_first_rank_alone(two: dict[str, Any], name: str) -> None:
-    first, *others = (told[name]["weights"] for told in two["told"])
+    first, *others = (reported[name]["weights"] for reported in two["reported"])
     expected = two["plain"][name]["before"]
     assert first.keys() == expected.keys()
     assert all(torch.equal(first[key], expected[key]) for key in expected)
@@ -158,7 +158,7 @@ def test_a_folder_comes_back_bit_by_bit_on_the_first_rank_alone(two: dict[str, A
 
 
 def test_ranks_wait_for_each_other_as_long_as_the_configuration_says(two: dict[str, Any]) -> None:
-    assert [told["waits"] for each in two["told"] for told in each.values()] == [{300.0}] * 2 * len(TWO)
+    assert [reported["waits"] for each in two["reported"] for reported in each.values()] == [{300.0}] * 2 * len(TWO)
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -167,27 +167,27 @@ def test_resuming_is_exact_and_another_layout_is_refused_in_one_line(two: dict[s
 
 
 def check_resuming(run: dict[str, Any], name: str) -> None:
-    for told in (each[name] for each in run["told"]):
-        for again, before in zip(told["resumed"], told["results"][3:]):
+    for reported in (each[name] for each in run["reported"]):
+        for again, before in zip(reported["resumed"], reported["results"][3:]):
             assert (again.loss, again.grad_norm, dict(again.sums)) == (before.loss, before.grad_norm, dict(before.sums))
-        assert all(torch.equal(told["resumed_weights"][key], tensor) for key, tensor in told["after"].items())
-        assert "is of the layout" in told["refused"]
-        assert "Fix: the parallel sizes of that run" in told["refused"]
-        assert "\n" not in told["refused"]
+        assert all(torch.equal(reported["resumed_weights"][key], tensor) for key, tensor in reported["after"].items())
+        assert "is of the layout" in reported["refused"]
+        assert "Fix: the parallel sizes of that run" in reported["refused"]
+        assert "\n" not in reported["refused"]
 
 
 @pytest.mark.parametrize("name", ["sequence", "pipeline", "expert"])
 def test_a_backend_receives_the_whole_model_in_buckets(two: dict[str, Any], name: str) -> None:
-    told = two["told"][0][name]
-    assert told["sent"].keys() == two["plain"][name]["after"].keys()
-    assert all(torch.equal(told["sent"][key], tensor) for key, tensor in told["after"].items())
+    reported = two["reported"][0][name]
+    assert reported["sent"].keys() == two["plain"][name]["after"].keys()
+    assert all(torch.equal(reported["sent"][key], tensor) for key, tensor in reported["after"].items())
 
 
 @pytest.mark.parametrize("name", ["pipeline", "expert"])
 def test_an_export_is_a_folder_that_transformers_loads(lab: Any, two: dict[str, Any], name: str) -> None:
     folder = two["folder"] / name / "export"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    after = two["told"][0][name]["after"]
+    after = two["reported"][0][name]["after"]
     assert all(torch.equal(tensor, after[key]) for key, tensor in lab.checkpoint_names(model.state_dict()).items())
     assert (folder / "tokenizer.json").is_file()
     assert ("lm_head.weight" in load_file(folder / "model.safetensors")) == (
@@ -196,7 +196,7 @@ def test_an_export_is_a_folder_that_transformers_loads(lab: Any, two: dict[str, 
 
 
 def test_ranks_that_share_experts_send_each_layer_whole(lab: Any, two: dict[str, Any]) -> None:
-    order = [_layer(name) for name in two["told"][0]["expert"]["sent"]]
+    order = [_layer(name) for name in two["reported"][0]["expert"]["sent"]]
     assert [layer for layer, before in zip(order, [None, *order]) if layer != before and layer is not None] == [
         "0",
         "1",
@@ -217,13 +217,13 @@ def test_five_updates_of_four_ranks_are_those_of_plain_torch(lab: Any, four: dic
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["tensor-pipeline", "expert-tensor-parts", "expert-pipeline"])
 def test_an_export_of_four_ranks_is_the_model(lab: Any, four: dict[str, Any], name: str) -> None:
-    told = four["told"][0][name]
+    reported = four["reported"][0][name]
     model = AutoModelForCausalLM.from_pretrained(four["folder"] / name / "export", dtype=torch.float32)
     assert all(
-        torch.equal(tensor, told["after"][key]) for key, tensor in lab.checkpoint_names(model.state_dict()).items()
+        torch.equal(tensor, reported["after"][key]) for key, tensor in lab.checkpoint_names(model.state_dict()).items()
     )
-    assert told["sent"].keys() == told["after"].keys()
-    assert all(torch.equal(told["sent"][key], tensor) for key, tensor in told["after"].items())
+    assert reported["sent"].keys() == reported["after"].keys()
+    assert all(torch.equal(reported["sent"][key], tensor) for key, tensor in reported["after"].items())
 
 
 @pytest.mark.matrix
@@ -267,10 +267,10 @@ def test_every_loss_under_every_aggregation_is_the_same_objective(
         "objectives": objectives,
         "config": config,
     }
-    told = lab.start_ranks(tmp_path, 2, {"losses": case})
+    reported = lab.start_ranks(tmp_path, 2, {"losses": case})
     for name, objective in objectives.items():
         plain = TorchStrategy(TorchConfig(), lab.context_of(qwen2, objective=objective))
-        parts = zip(*(each["objectives"][name] for each in by_data_rank({"told": told}, "losses")))
+        parts = zip(*(each["objectives"][name] for each in by_data_rank({"reported": reported}, "losses")))
         for mode, update, got in zip(MODES, updates, map(merge_results, parts), strict=True):
             expected, where = plain.update(update), f"{name} {mode}"
             np.testing.assert_allclose(
@@ -289,12 +289,12 @@ def test_experts_in_bf16_have_nearly_the_gradients_of_fp32_and_resume_exactly(la
         "config": {**ADAM, **EXPERT},
         "sent": True,
     }
-    told = lab.start_ranks(tmp_path, 2, {"bf16": {**case, "resume": True, "other": {}}})
+    reported = lab.start_ranks(tmp_path, 2, {"bf16": {**case, "resume": True, "other": {}}})
     np.testing.assert_allclose(
-        [r.grad_norm for r in told[1]["bf16"]["results"]], lab.plain_training(model, updates)["norms"], rtol=0.05
+        [r.grad_norm for r in reported[1]["bf16"]["results"]], lab.plain_training(model, updates)["norms"], rtol=0.05
     )
-    check_resuming({"told": told}, "bf16")
-    first = told[0]["bf16"]
+    check_resuming({"reported": reported}, "bf16")
+    first = reported[0]["bf16"]
     assert all(
         tensor.dtype == torch.bfloat16 and torch.equal(first["sent"][key], tensor)
         for key, tensor in first["after"].items()
@@ -322,11 +322,11 @@ def test_a_critic_on_two_ranks_is_that_of_strategy_torch(
         "rows": lab.make_rows(11, 6),
         "exported": True,
     }
-    told = lab.start_ranks(tmp_path, 2, {"critic": case})
+    reported = lab.start_ranks(tmp_path, 2, {"critic": case})
     critic = TorchStrategy(TorchConfig(**ADAM), context)
     results = [critic.update(update) for update in updates]
-    np.testing.assert_array_equal(told[0]["critic"]["before"], 0)
-    parts = zip(*(each["results"] for each in by_data_rank({"told": told}, "critic")))
+    np.testing.assert_array_equal(reported[0]["critic"]["before"], 0)
+    parts = zip(*(each["results"] for each in by_data_rank({"reported": reported}, "critic")))
     for got, expected in zip(map(merge_results, parts), results):
         np.testing.assert_allclose([got.loss, got.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-4, atol=1e-6)
     exported = TorchStrategy(TorchConfig(), lab.context_of(tmp_path / "critic" / "export", role="critic", head="value"))

@@ -332,7 +332,7 @@ def test_running_out_of_memory_names_phase_role_and_keys(
         "_facts": (lambda: strategy.save(tmp_path), r"the checkpoint of actor_train\. Fix: more devices"),
         "_parked": (strategy.onload, r"onloading of actor_train\. Fix: devices of its own"),
     }
-    for name, (act, told) in places.items():
+    for name, (act, named) in places.items():
         with monkeypatch.context() as patch:
             patch.setattr(
                 strategy.sending if name == "new_sender" else strategy,
@@ -341,7 +341,7 @@ def test_running_out_of_memory_names_phase_role_and_keys(
             )
             with pytest.raises(
                 OutOfMemory,
-                match=rf"^out of memory, in {told}.* or set higher parallel sizes in actor_train\.strategy_args",
+                match=rf"^out of memory, in {named}.* or set higher parallel sizes in actor_train\.strategy_args",
             ):
                 act()
 

@@ -76,7 +76,7 @@ def test_messages_and_generating_arguments_are_sent_and_the_text_comes_back(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_KEY", "secret")
-    endpoint = serve(lambda told: (200, said("Left")))
+    endpoint = serve(lambda payload: (200, said("Left")))
     request = ask(temperature=0.5, top_p=0.9, top_k=7, stop_strings=("\n",))
     answer = one(endpoint.url, request, api_key_env="A_KEY", extra_body={"user": "me"})
     assert (answer.text, answer.ids, answer.logprobs, answer.versions, answer.finish) == (
@@ -86,10 +86,10 @@ def test_messages_and_generating_arguments_are_sent_and_the_text_comes_back(
         None,
         "stop",
     )
-    ((path, headers, told),) = endpoint.seen
+    ((path, headers, payload),) = endpoint.seen
     assert path == "/v1/chat/completions"
     assert headers["Authorization"] == "Bearer secret"
-    assert told == {
+    assert payload == {
         "model": "m",
         "messages": [{"role": "user", "content": "Which way?"}],
         "max_tokens": 9,
@@ -103,14 +103,14 @@ def test_messages_and_generating_arguments_are_sent_and_the_text_comes_back(
 
 
 def test_what_is_off_is_not_sent(serve: Serve) -> None:
-    endpoint = serve(lambda told: (200, said("Left", "length")))
+    endpoint = serve(lambda payload: (200, said("Left", "length")))
     answer = one(endpoint.url, ask(), send_seed=False, max_tokens_key="max_completion_tokens")
     assert answer.finish == "length"
     assert set(endpoint.seen[0][2]) == {"model", "messages", "max_completion_tokens", "temperature"}
 
 
 def test_an_image_travels_as_a_data_url(serve: Serve) -> None:
-    endpoint = serve(lambda told: (200, said("Up")))
+    endpoint = serve(lambda payload: (200, said("Up")))
     image = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
     one(endpoint.url, ask([{"type": "text", "text": "Look:"}, {"type": "image", "image": image}]))
     text, shown = endpoint.seen[0][2]["messages"][0]["content"]
@@ -122,32 +122,32 @@ def test_an_image_travels_as_a_data_url(serve: Serve) -> None:
 
 def test_ids_and_log_probs_are_taken_where_they_are_ours(serve: Serve) -> None:
     content = [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.5}]
-    endpoint = serve(lambda told: (200, said("ab", token_ids=[4, 9], logprobs={"content": content})))
+    endpoint = serve(lambda payload: (200, said("ab", token_ids=[4, 9], logprobs={"content": content})))
     answer = one(endpoint.url, ask(temperature=1.0), logprobs="raw")
     assert endpoint.seen[-1][2]["logprobs"] is True
     assert (answer.ids.tolist(), answer.logprobs.tolist(), answer.versions.tolist()) == ([4, 9], [-0.5, -1.5], [0, 0])
     assert one(endpoint.url, ask(temperature=0.7), logprobs="raw").logprobs is None
     assert one(endpoint.url, ask(temperature=0.7), logprobs="scaled").logprobs.tolist() == [-0.5, -1.5]
     assert one(endpoint.url, ask()).logprobs is None
-    short = serve(lambda told: (200, said("ab", token_ids=[4, 9], logprobs={"content": content[:1]})))
+    short = serve(lambda payload: (200, said("ab", token_ids=[4, 9], logprobs={"content": content[:1]})))
     assert one(short.url, ask(), logprobs="scaled").logprobs is None
 
 
 def test_a_stop_string_that_the_endpoint_names_is_put_back(serve: Serve) -> None:
-    endpoint = serve(lambda told: (200, said("Left", stop_reason="</a>")))
+    endpoint = serve(lambda payload: (200, said("Left", stop_reason="</a>")))
     assert one(endpoint.url, ask(stop_strings=("</a>",))).text == "Left</a>"
     assert one(endpoint.url, ask(stop_strings=("</a>",), include_stop_str_in_output=False)).text == "Left"
 
 
 def test_what_may_pass_is_tried_again(serve: Serve) -> None:
     states = iter([(429, {"error": {"message": "slow down"}}), (500, b"oops"), (200, said("Down"))])
-    endpoint = serve(lambda told: next(states))
+    endpoint = serve(lambda payload: next(states))
     assert one(endpoint.url, ask()).text == "Down"
     assert len(endpoint.seen) == 3
 
 
 @pytest.mark.parametrize(
-    ("status", "content", "times", "told"),
+    ("status", "content", "times", "payload"),
     [
         (401, {"error": {"message": "bad key"}}, 1, r"answered 401 for model 'm': bad key. Fix: check the key in"),
         (
@@ -168,14 +168,14 @@ def test_what_may_pass_is_tried_again(serve: Serve) -> None:
         (200, {"choices": []}, 1, "the endpoint's answer of Lake holds no choice"),
     ],
 )
-def test_a_refusal_ends_in_one_line(serve: Serve, status: int, content: Any, times: int, told: str) -> None:
+def test_a_refusal_ends_in_one_line(serve: Serve, status: int, content: Any, times: int, payload: str) -> None:
     endpoint = serve(lambda _: (status, content))
-    assert told in failure(endpoint.url, max_retries=2)
+    assert payload in failure(endpoint.url, max_retries=2)
     assert len(endpoint.seen) == times
 
 
-def test_an_endpoint_that_is_slow_or_not_there_is_told(serve: Serve) -> None:
-    endpoint = serve(lambda told: (time.sleep(0.5), (200, said("x")))[1])
+def test_an_endpoint_that_is_slow_or_not_there_is_reported(serve: Serve) -> None:
+    endpoint = serve(lambda payload: (time.sleep(0.5), (200, said("x")))[1])
     assert (
         failure(endpoint.url, timeout=0.05, max_retries=1)
         == f"{endpoint.url} did not answer within timeout = 0.05 s, 2 times"
@@ -187,7 +187,7 @@ def test_no_more_requests_run_at_once_than_allowed(serve: Serve) -> None:
     running: list[int] = []
     most: list[int] = []
 
-    def answer(told: dict[str, Any]) -> tuple[int, Any]:
+    def answer(payload: dict[str, Any]) -> tuple[int, Any]:
         running.append(1)
         most.append(len(running))
         time.sleep(0.05)
@@ -205,7 +205,7 @@ def test_no_more_requests_run_at_once_than_allowed(serve: Serve) -> None:
 
 
 def test_abort_cancels_and_close_fails_what_waits(serve: Serve) -> None:
-    endpoint = serve(lambda told: (time.sleep(0.3), (200, said("x")))[1])
+    endpoint = serve(lambda payload: (time.sleep(0.3), (200, said("x")))[1])
 
     async def work(backend: OpenAIBackend) -> None:
         request = ask()
@@ -222,7 +222,7 @@ def test_abort_cancels_and_close_fails_what_waits(serve: Serve) -> None:
     with_backend(endpoint.url, work)
 
 
-def test_what_can_be_known_before_is_told_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_be_known_before_is_reported_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     config = OpenAIConfig(model="m", base_url="localhost:8000", api_key_env="NO_SUCH_KEY")
     address, key = OpenAIBackend.check(config, CONTEXT)
@@ -241,7 +241,7 @@ def turnwise(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_eval_and_rollout_play_with_it_and_train_refuses(serve: Serve, tmp_path: Path) -> None:
-    endpoint = serve(lambda told: (200, said("Right")))
+    endpoint = serve(lambda payload: (200, said("Right")))
     (tmp_path / "run.yaml").write_text(README, encoding="utf-8")
     there = f"actor_infer.strategy_args.strategy_config.base_url={endpoint.url}"
     few = "val_env_manager.num_env_groups=3"

@@ -82,10 +82,10 @@ def test_sglangs_endpoint_plays_with_ids_and_log_probs_that_are_the_models(
         finally:
             await links.close()
 
-    answer, told = asyncio.run(scene())
+    answer, verdict = asyncio.run(scene())
     prompt = fixtures.chat().render(list(request.messages or ()))
     assert answer.ids is not None and answer.logprobs is not None
     expected = fixtures.reference_logprobs(np.concatenate([prompt, answer.ids]), 0.7)[len(prompt) :]
     np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
     assert answer.text
-    assert json.loads(told)
+    assert json.loads(verdict)

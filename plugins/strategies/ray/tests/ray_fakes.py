@@ -1,4 +1,4 @@
-"""A plugin for the tests: roles and environments on numpy that tell where they are, and die or hang when asked."""
+"""A plugin for the tests: roles and environments on numpy that report where they are, and die or hang when asked."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Mortal(FakeBackend):
 
 class Losing(FakeBackend):
     """A sampler whose engine ends once in a method, where there is a file LOSE_ with its name; its process goes on, and
-    tells it of every call."""
+    reports every call to it."""
 
     def __init__(self, config: FakeBackendConfig, context: InferenceContext) -> None:
         super().__init__(config, context)
@@ -182,7 +182,7 @@ class Losing(FakeBackend):
             raise EngineLost("the engine ran out of steam. Fix: more coal")
 
     async def generate(self, request: Request) -> Generation:
-        """Sample, or tell the end."""
+        """Sample, or report the end."""
         self._perhaps("generate")
         generation = await super().generate(request)
         extras = {"pid": os.getpid(), "sum": float(np.sum(self._weights))}
@@ -191,12 +191,12 @@ class Losing(FakeBackend):
         )
 
     async def pause(self) -> None:
-        """Pause, or tell the end."""
+        """Pause, or report the end."""
         self._perhaps("pause")
         await super().pause()
 
     async def receive(self, offer: Offer) -> int:
-        """Take the weights, or tell the end; the engine that takes the file STUCK takes weights for ever."""
+        """Take the weights, or report the end; the engine that takes the file STUCK takes weights for ever."""
         taking = Path(f"taking_{os.getpid()}")
         try:
             Path("STUCK").rename(taking)

@@ -140,10 +140,10 @@ def lose(method: str) -> None:
     Path(f"LOSE_{method}").touch()
 
 
-def test_an_engine_that_tells_its_end_is_closed_replaced_and_its_requests_are_answered(
+def test_an_engine_that_reports_its_end_is_closed_replaced_and_its_requests_are_answered(
     place: Any, trainer: Any, sampler: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The process of its backend still lives when it tells."""
+    """The process of its backend still lives when it reports it."""
 
     async def work(runtime: Any) -> None:
         role = await runtime.train(trainer())
@@ -165,9 +165,9 @@ def test_an_engine_that_tells_its_end_is_closed_replaced_and_its_requests_are_an
         assert backend._homes.waiting == 0 and backend._sent == {}
 
     place(work)
-    told = [record.getMessage() for record in caplog.records if "is built again" in record.getMessage()]
-    assert len(told) == 1
-    assert "died: the engine ran out of steam. Fix: more coal. It is built again (1 of max_restarts: 3)" in told[0]
+    messages = [record.getMessage() for record in caplog.records if "is built again" in record.getMessage()]
+    assert len(messages) == 1
+    assert "died: the engine ran out of steam. Fix: more coal. It is built again (1 of max_restarts: 3)" in messages[0]
 
 
 @pytest.mark.parametrize("devices", [(), pytest.param((0, 1), marks=pytest.mark.matrix)])
@@ -216,7 +216,7 @@ def test_when_an_engine_ends_while_weights_are_on_their_way_the_others_take_them
 
 
 @pytest.mark.matrix
-def test_engines_that_end_too_often_are_told_like_those_that_die(place: Any, trainer: Any, sampler: Any) -> None:
+def test_engines_that_end_too_often_are_reported_like_those_that_die(place: Any, trainer: Any, sampler: Any) -> None:
     async def work(runtime: Any) -> None:
         role, backend = await runtime.train(trainer()), await runtime.serve(sampler((), name="losing"))
         await sync(role, backend, 1)

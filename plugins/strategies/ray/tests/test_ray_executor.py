@@ -156,8 +156,8 @@ def test_a_worker_that_answers_no_more_is_replaced_and_its_episodes_are_played_e
         )
 
     place(work, env_workers=2, env_worker_timeout=4)
-    told = next(r.getMessage() for r in caplog.records if "is started again" in r.getMessage())
-    assert told.startswith("env_worker.") and " died: it answered nothing for env_worker_timeout = 4 s" in told
+    message = next(r.getMessage() for r in caplog.records if "is started again" in r.getMessage())
+    assert message.startswith("env_worker.") and " died: it answered nothing for env_worker_timeout = 4 s" in message
 
 
 def test_a_worker_past_max_restarts_is_not_started_for_an_episode_that_waited_for_it(

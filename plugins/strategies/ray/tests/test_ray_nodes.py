@@ -39,7 +39,7 @@ def nodes() -> Iterator[tuple[Any, Any]]:
     cluster.shutdown()
 
 
-def test_devices_fill_a_node_before_the_next_and_a_cluster_that_is_too_small_is_told(
+def test_devices_fill_a_node_before_the_next_and_a_cluster_that_is_too_small_is_reported(
     nodes: Any, place: Any, trainer: Any
 ) -> None:
     async def work(runtime: Any) -> None:
@@ -101,7 +101,7 @@ def test_weights_pass_from_node_to_node_as_they_are(nodes: Any) -> None:
         ray.kill(actor)
 
 
-def test_the_loss_of_a_node_is_told_by_the_rank_that_was_there(nodes: Any, place: Any, trainer: Any) -> None:
+def test_the_loss_of_a_node_is_reported_by_the_rank_that_was_there(nodes: Any, place: Any, trainer: Any) -> None:
     cluster, second = nodes
 
     async def work(runtime: Any) -> None:

@@ -99,9 +99,9 @@ class Run:
     def whole(self, *arguments: str) -> str:
         """What a run that ends well writes to stderr."""
         running = self.start(*arguments)
-        _, told = running.communicate(timeout=400)
-        assert running.returncode == 0, told
-        return told
+        _, stderr = running.communicate(timeout=400)
+        assert running.returncode == 0, stderr
+        return stderr
 
     def metrics(self, out: str = "out") -> list[dict[str, Any]]:
         """All lines, without what the clock decides."""
@@ -176,21 +176,21 @@ def test_a_sampler_of_experts_has_the_weights_of_the_ranks_that_share_them(run: 
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_a_rank_without_memory_is_told_at_once_though_the_others_wait_for_it(run: Run, trainer: str) -> None:
+def test_a_rank_without_memory_is_reported_at_once_though_the_others_wait_for_it(run: Run, trainer: str) -> None:
     (run.folder / "short.py").write_text(SHORT_OF_MEMORY)
     (run.folder / "run.yaml").write_text(on_ray("./short.py"))
     running = run.start(
         "train", "run.yaml", f"actor_train.strategy_args={TRAINERS[trainer]}", "pg_variant=short_of_memory"
     )
-    _, told = running.communicate(timeout=300)  # ranks wait for each other for ten minutes
+    _, stderr = running.communicate(timeout=300)  # ranks wait for each other for ten minutes
     assert running.returncode == 1
-    assert "error: actor_train, rank 1 of 2 on " in told
+    assert "error: actor_train, rank 1 of 2 on " in stderr
     assert (
         "out of memory, in the update of actor_train. Fix: lower actor_train.training_args.per_device_train_batch_size"
-        in told
+        in stderr
     )
-    assert "; saved: " in told.splitlines()[-1]
-    assert "Traceback" not in told
+    assert "; saved: " in stderr.splitlines()[-1]
+    assert "Traceback" not in stderr
     run.left_nothing(20)
 
 
@@ -200,14 +200,14 @@ def test_a_rank_that_dies_ends_the_run(run: Run) -> None:
     victim = max(process for process, name in run.processes().items() if name.startswith("ray::TrainRank"))
     os.kill(victim, signal.SIGKILL)
     began = time.monotonic()
-    _, told = running.communicate(timeout=120)
+    _, stderr = running.communicate(timeout=120)
     assert running.returncode == 1
     assert time.monotonic() - began < 60
-    assert re.search(r"error: actor_train, rank [01] of 2 on \S+: the process died", told), (
-        told
+    assert re.search(r"error: actor_train, rank [01] of 2 on \S+: the process died", stderr), (
+        stderr
     )  # which rank is the youngest process is chance
-    assert "saved: out/checkpoints/checkpoint-" in told
-    assert "resume_from_checkpoint=true" in told
+    assert "saved: out/checkpoints/checkpoint-" in stderr
+    assert "resume_from_checkpoint=true" in stderr
     run.left_nothing(20)
 
 
@@ -228,8 +228,8 @@ def test_a_vllm_of_two_processes_that_loses_one_is_built_again_and_the_run_goes_
     )  # the weights of step 2 are there, and its episodes begin
     assert running.poll() is None, running.communicate()[1]
     os.kill(next(process for process, name in run.processes().items() if name.startswith(victim)), signal.SIGKILL)
-    _, told = running.communicate(timeout=400)
-    assert running.returncode == 0, told
+    _, stderr = running.communicate(timeout=400)
+    assert running.returncode == 0, stderr
     log = (run.folder / "out" / "run.log").read_text()
     assert re.search(r"WARNING actor_infer\.0 died: .*vLLM.*It is built again \(1 of max_restarts: 3\)", log), log
     assert "actor_infer.0 has the current weights again" in log
@@ -243,8 +243,8 @@ def test_an_interrupt_of_the_whole_process_group_saves_and_leaves_nothing(run: R
     running = run.start("train", "run.yaml", "max_steps=100", "save_steps=0", "actor_infer.device_mapping=[0, 1]")
     run.until(lambda: len(run.metrics()) >= 1)
     os.killpg(running.pid, signal.SIGINT)
-    _, told = running.communicate(timeout=120)
-    assert running.returncode == 130, told
-    assert "saved: out/checkpoints/checkpoint-" in told
-    assert "resume_from_checkpoint=true" in told
+    _, stderr = running.communicate(timeout=120)
+    assert running.returncode == 130, stderr
+    assert "saved: out/checkpoints/checkpoint-" in stderr
+    assert "resume_from_checkpoint=true" in stderr
     run.left_nothing(20)

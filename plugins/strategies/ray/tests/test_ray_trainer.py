@@ -48,11 +48,11 @@ def test_rows_are_dealt_to_data_parallel_ranks_and_answers_come_back_in_order(
         assert facts["ranks"].address == f"127.0.0.1:{facts['MASTER_PORT']}"
         assert facts["cwd"] == str(tmp_path)
         await role.each("write", Path())
-        told = [(tmp_path / f"{rank}.txt").read_text().split() for rank in (0, 1)]
-        assert [t[0] for t in told] == ["0", "1"]  # local ranks
-        assert sum(int(t[1]) for t in told) == len(rows)
-        assert all(int(t[1]) < len(rows) for t in told)
-        assert told[0][2] != told[1][2]
+        reported = [(tmp_path / f"{rank}.txt").read_text().split() for rank in (0, 1)]
+        assert [t[0] for t in reported] == ["0", "1"]  # local ranks
+        assert sum(int(t[1]) for t in reported) == len(rows)
+        assert all(int(t[1]) < len(rows) for t in reported)
+        assert reported[0][2] != reported[1][2]
 
     place(work)
 
@@ -81,7 +81,7 @@ def test_ranks_of_one_data_parallel_rank_get_the_same_rows(
         ("die", ["the process died in misbehave", "SIGKILL"]),
     ],
 )
-def test_the_failure_of_one_rank_is_told_with_its_name_and_cause(
+def test_the_failure_of_one_rank_is_reported_with_its_name_and_cause(
     place: Any, trainer: Any, what: str, words: list[str]
 ) -> None:
     async def work(runtime: Any) -> tuple[str, float]:
@@ -136,7 +136,7 @@ def test_a_call_past_the_timeout_names_the_ranks_that_did_not_answer(place: Any,
     place(work)
 
 
-def test_what_a_rank_logs_in_a_long_call_is_told_before_its_end(
+def test_what_a_rank_logs_in_a_long_call_is_reported_before_its_end(
     place: Any, trainer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "turnwise")
@@ -146,21 +146,21 @@ def test_what_a_rank_logs_in_a_long_call_is_told_before_its_end(
         call = asyncio.ensure_future(role.each("misbehave", "talk", 1))
         end = time.monotonic() + 20
         while (
-            not (told := [r for r in caplog.records if "the chalk squeaks" in r.getMessage()])
+            not (reported := [r for r in caplog.records if "the chalk squeaks" in r.getMessage()])
             and time.monotonic() < end
         ):
             await asyncio.sleep(0.1)
         assert not call.done()
         call.cancel()
         await asyncio.wait([call])
-        assert [(r.levelname, re.sub(r"on \S+:", "on HOST:", r.getMessage())) for r in told] == [
+        assert [(r.levelname, re.sub(r"on \S+:", "on HOST:", r.getMessage())) for r in reported] == [
             ("INFO", "actor_train, rank 1 of 2 on HOST: the chalk squeaks")
         ]
 
     place(work)
 
 
-def test_a_cluster_without_gpus_is_told_before_anything_is_built(place: Any, trainer: Any) -> None:
+def test_a_cluster_without_gpus_is_reported_before_anything_is_built(place: Any, trainer: Any) -> None:
     async def work(runtime: Any) -> None:
         with pytest.raises(MachineError, match="actor_train: device_mapping needs 2 GPUs, the cluster has none"):
             await runtime.train(trainer((0, 1)))
@@ -181,7 +181,7 @@ def test_roles_of_one_device_share_its_place(place: Any, trainer: Any, sampler: 
 
 
 @pytest.mark.parametrize(("devices", "expected"), [((0,), "0"), ((), "1")])
-def test_a_rank_that_sees_one_gpu_is_told_that_its_number_is_0(
+def test_a_rank_that_sees_one_gpu_gets_the_number_0(
     trainer: Any, monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...], expected: str
 ) -> None:
     """Engines read the device's number in LOCAL_RANK, and a rank sees its own GPU alone; without one it is the place

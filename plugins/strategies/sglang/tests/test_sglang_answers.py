@@ -34,15 +34,15 @@ def answer(
     ids: Sequence[int], spans: Sequence[tuple[str, int, int]] = (("3", 0, 99),), finish: str = "length", **changes: Any
 ) -> dict[str, Any]:
     pairs = [[-0.5 * number, number, None] for number in ids]
-    told = [{"version": version, "start": start, "end": min(end, len(ids))} for version, start, end in spans]
-    meta = {"finish_reason": {"type": finish}, "output_token_logprobs": pairs, "weight_versions": told}
+    payload = [{"version": version, "start": start, "end": min(end, len(ids))} for version, start, end in spans]
+    meta = {"finish_reason": {"type": finish}, "output_token_logprobs": pairs, "weight_versions": payload}
     return {"output_ids": list(ids), "meta_info": {**meta, **changes}}
 
 
 def test_a_request_asks_for_what_the_role_and_the_request_say() -> None:
-    told = body(ask(2**63 + 1, temperature=0.7, top_p=0.9), LIMITS, (5, 6))
-    assert told["input_ids"] == [1, 2, 3]
-    assert told["sampling_params"] == {
+    payload = body(ask(2**63 + 1, temperature=0.7, top_p=0.9), LIMITS, (5, 6))
+    assert payload["input_ids"] == [1, 2, 3]
+    assert payload["sampling_params"] == {
         "max_new_tokens": 4,
         "temperature": 0.7,
         "top_p": 0.9,
@@ -50,7 +50,7 @@ def test_a_request_asks_for_what_the_role_and_the_request_say() -> None:
         "stop_token_ids": [5, 6],
         "sampling_seed": -(2**63) + 1,
     }
-    assert (told["return_logprob"], told["stream"]) == (True, False)
+    assert (payload["return_logprob"], payload["stream"]) == (True, False)
     assert body(ask(ids=[1] * 8, limit=50), LIMITS, ())["sampling_params"]["max_new_tokens"] == 2
     assert body(ask(stop_strings=("x",), top_k=3), LIMITS, ())["stream"] is True
 
@@ -124,7 +124,7 @@ def test_offered_names_must_be_the_folders() -> None:
         names.complete()
 
 
-def test_weights_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+def test_weights_that_cannot_be_read_are_reported(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"cut short")
     with pytest.raises(EngineError, match="cannot read the weights in "):
         shapes(tmp_path)
@@ -198,26 +198,26 @@ def test_a_kernel_package_that_lacks_the_hash_gets_it(monkeypatch: pytest.Monkey
 
 
 def test_an_answer_that_was_broken_off_goes_on_as_one() -> None:
-    told = body(ask(limit=5), LIMITS, (99,))
-    assert continued(told, None) == told
+    payload = body(ask(limit=5), LIMITS, (99,))
+    assert continued(payload, None) == payload
     waiting = {"output_ids": None, "meta_info": {"finish_reason": {"type": "abort"}}}  # it had not begun
-    assert continued(told, joined(None, waiting)) == told
+    assert continued(payload, joined(None, waiting)) == payload
     first = joined(joined(None, waiting), answer([4, 5], [("3", 0, 2)], "abort"))
-    assert ended(first, told) == ""
-    rest = continued(told, first)
+    assert ended(first, payload) == ""
+    rest = continued(payload, first)
     assert rest["input_ids"] == [1, 2, 3, 4, 5]
-    assert (rest["sampling_params"]["max_new_tokens"], told["sampling_params"]["max_new_tokens"]) == (3, 5)
+    assert (rest["sampling_params"]["max_new_tokens"], payload["sampling_params"]["max_new_tokens"]) == (3, 5)
     whole = generation(
         joined(first, answer([6, 7, 8], [("3", 0, 1), ("4", 1, 3)])), ask(limit=5), FakeChat(), ours=True
     )
     assert whole.ids.tolist() == [4, 5, 6, 7, 8]
     assert whole.logprobs.tolist() == [-2.0, -2.5, -3.0, -3.5, -4.0]
     assert whole.versions.tolist() == [3, 3, 3, 4, 4]
-    assert ended(joined(None, answer([4, 99])), told) == "stop"
-    assert ended(joined(None, answer([4, 5, 6, 7, 8])), told) == "length"
+    assert ended(joined(None, answer([4, 99])), payload) == "stop"
+    assert ended(joined(None, answer([4, 5, 6, 7, 8])), payload) == "length"
 
 
-def test_images_that_the_server_divides_otherwise_are_told() -> None:
+def test_images_that_the_server_divides_otherwise_are_reported() -> None:
     seen = Request(0, GeneratingArgs(), 4, ids=int32([1, 2, 3]), images=(np.zeros((2, 2, 3), np.uint8),))
     assert body(seen, Limits(10, 100, sees=True), ())["input_ids"] == [1, 2, 3]
     assert generation(answer([4], prompt_tokens=3), seen, FakeChat(), ours=True).ids.tolist() == [4]

@@ -31,7 +31,7 @@ FACTS = {
     "dtype": "bfloat16",
     "max_req_input_len": 100,
 }
-"""What an attached server tells that fits this role."""
+"""What an attached server reports that fits this role."""
 
 
 def gpu(*devices: int, **changes: Any) -> InferenceContext:
@@ -39,7 +39,7 @@ def gpu(*devices: int, **changes: Any) -> InferenceContext:
 
 
 def test_on_a_cpu_the_server_gets_what_a_cpu_needs() -> None:
-    told = server_arguments(SglangConfig(load_format="dummy"), CONTEXT, 123)
+    given = server_arguments(SglangConfig(load_format="dummy"), CONTEXT, 123)
     expected = {
         "device": "cpu",
         "attention_backend": "torch_native",
@@ -54,9 +54,9 @@ def test_on_a_cpu_the_server_gets_what_a_cpu_needs() -> None:
         "load_format": "dummy",
         "weight_version": "0",
     }
-    assert told.items() >= expected.items()
-    assert told["context_length"] > 100
-    assert told["enable_deterministic_inference"] is True
+    assert given.items() >= expected.items()
+    assert given["context_length"] > 100
+    assert given["enable_deterministic_inference"] is True
     values = environment(SglangConfig(), CONTEXT)
     assert (values["SGLANG_USE_CPU_ENGINE"], values["CUDA_VISIBLE_DEVICES"], values["TURNWISE_SGLANG_CPU"]) == (
         "1",
@@ -74,9 +74,9 @@ def test_on_devices_the_engine_chooses_and_sees_only_the_roles_own(monkeypatch: 
     monkeypatch.delenv("TURNWISE_SGLANG_CPU", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     config = SglangConfig(tp_size=2, mem_fraction_static=0.5)
-    told = server_arguments(config, gpu(1, 2), 1)
-    assert (told["tp_size"], told["mem_fraction_static"]) == (2, 0.5)
-    assert not {"device", "attention_backend", "sampling_backend", "max_total_tokens"} & told.keys()
+    given = server_arguments(config, gpu(1, 2), 1)
+    assert (given["tp_size"], given["mem_fraction_static"]) == (2, 0.5)
+    assert not {"device", "attention_backend", "sampling_backend", "max_total_tokens"} & given.keys()
     values = environment(config, gpu(1, 2))
     assert values["CUDA_VISIBLE_DEVICES"] == "5,6"
     assert "TURNWISE_SGLANG_CPU" not in values
@@ -87,18 +87,18 @@ def test_what_the_user_wrote_wins_and_other_interpreters_settings_stay_here(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
-    told = server_arguments(
+    given = server_arguments(
         SglangConfig(engine_args={"max_total_tokens": 99, "attention_backend": "intel_amx"}), CONTEXT, 1
     )
-    assert (told["max_total_tokens"], told["attention_backend"]) == (99, "intel_amx")
+    assert (given["max_total_tokens"], given["attention_backend"]) == (99, "intel_amx")
     assert "SGLANG_RETURN_ORIGINAL_LOGPROB" not in environment(SglangConfig(), CONTEXT)
     assert environment(SglangConfig(), CONTEXT)["PYTHONPATH"] == "/somewhere"
     assert "PYTHONPATH" not in environment(SglangConfig(python=str(tmp_path / "python")), CONTEXT)
 
 
 def test_sleep_needs_the_memory_saver_and_its_copy_of_the_weights() -> None:
-    told = server_arguments(SglangConfig(enable_memory_saver=True), gpu(0), 1)
-    assert told["enable_memory_saver"] and told["enable_weights_cpu_backup"]
+    given = server_arguments(SglangConfig(enable_memory_saver=True), gpu(0), 1)
+    assert given["enable_memory_saver"] and given["enable_weights_cpu_backup"]
     assert SglangConfig(enable_memory_saver=True).capabilities.cannot_sleep == ""
     awake = SimpleNamespace(_config=SglangConfig(), _context=gpu(0))
     with pytest.raises(
@@ -122,7 +122,7 @@ def test_memory_to_give_back_needs_a_gpu_and_a_package(monkeypatch: pytest.Monke
     assert SglangBackend.check(config, gpu(0)) == []
 
 
-def test_a_machine_without_sglang_is_told_apart_from_a_wrong_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_sglang_is_kept_apart_from_a_wrong_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     (lack,) = SglangBackend.check(SglangConfig(python="/no/such/python"), CONTEXT)
     assert lack.machine and str(lack).startswith(
         "$.actor_infer.strategy_args.strategy_config.python: '/no/such/python' cannot be run"
@@ -146,7 +146,7 @@ def test_arguments_that_are_the_backends_own_are_refused(monkeypatch: pytest.Mon
     )
 
 
-def test_an_interpreter_that_cannot_be_asked_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interpreter_that_cannot_be_asked_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
     (lack,) = SglangBackend.check(SglangConfig(python=sys.executable, engine_args={"some_of_its_own": 1}), CONTEXT)
     assert lack.machine and lack.text.startswith(
@@ -189,11 +189,11 @@ def test_an_interpreter_that_imports_sglang_only_as_for_a_cpu_is_asked_so(monkey
     monkeypatch.setattr(
         arguments,
         "_asked",
-        lambda python, told, cpu: answer if cpu else "RuntimeError: operator torchvision::nms does not exist",
+        lambda python, given, cpu: answer if cpu else "RuntimeError: operator torchvision::nms does not exist",
     )
     (line,) = map(str, SglangBackend.check(SglangConfig(python="p", engine_args={"stream_intervall": 2}), gpu(0, 1)))
     assert line.endswith("sglang has no argument 'stream_intervall'. Did you mean 'stream_interval'?")
-    monkeypatch.setattr(arguments, "_asked", lambda python, told, cpu: f"no, {cpu}")
+    monkeypatch.setattr(arguments, "_asked", lambda python, given, cpu: f"no, {cpu}")
     (lack,) = SglangBackend.check(SglangConfig(python="p", engine_args={"stream_intervall": 2}), gpu(0, 1))
     assert lack.machine and lack.text == "sglang's argument class could not be asked about stream_intervall: no, False"
 
@@ -216,9 +216,9 @@ def test_arguments_for_gpus_are_judged_on_a_machine_without_any() -> None:
 
 def test_adapters_alone_need_the_models_weights_and_one_copy_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     context = InferenceContext(None, None, lora=Lora(8, 16, ("q_proj", "model.layers.0.mlp.up_proj"), "adapter"))
-    told = server_arguments(SglangConfig(), context, 1)
-    assert (told["enable_lora"], told["max_lora_rank"], told["lora_backend"]) == (True, 8, "torch_native")
-    assert told["lora_target_modules"] == ["q_proj", "up_proj"]
+    given = server_arguments(SglangConfig(), context, 1)
+    assert (given["enable_lora"], given["max_lora_rank"], given["lora_backend"]) == (True, 8, "torch_native")
+    assert given["lora_target_modules"] == ["q_proj", "up_proj"]
     assert arguments.modules("q_proj, v_proj") == ["q_proj", "v_proj"]
     for target in (None, "all-linear", r".*\.(q|k)_proj"):
         assert arguments.modules(target) == list(arguments.LINEAR)
@@ -241,7 +241,7 @@ def test_adapters_alone_need_the_models_weights_and_one_copy_of_it(monkeypatch: 
     )
 
 
-def test_an_attached_server_is_judged_by_what_it_tells() -> None:
+def test_an_attached_server_is_judged_by_what_it_reports() -> None:
     config = SglangConfig(base_url="http://h:1", dp_size=2)
     facts = {**FACTS, "dp_size": 2, "tp_size": 4}
     assert attach_problems(config, CONTEXT, facts) == []
@@ -286,8 +286,8 @@ def test_an_attached_server_of_another_model_is_refused_where_no_whole_weights_c
 
 def test_the_key_of_a_server_of_ours_is_in_a_file_that_nobody_else_may_read() -> None:
     server = Server("/bin/cat", {"port": 1}, {}, 1)
-    told = json.loads((server.folder / "arguments.json").read_text(encoding="utf-8"))
-    assert told == {"port": 1, "api_key": server.key}
+    given = json.loads((server.folder / "arguments.json").read_text(encoding="utf-8"))
+    assert given == {"port": 1, "api_key": server.key}
     assert server.folder.stat().st_mode & 0o077 == 0
     server.stop()
 
@@ -308,7 +308,7 @@ def build(config: SglangConfig, context: InferenceContext) -> SglangBackend:
     return asyncio.run(made())
 
 
-def test_what_it_cannot_be_built_with_is_told_at_once() -> None:
+def test_what_it_cannot_be_built_with_is_reported_at_once() -> None:
     pytest.importorskip("turnwise_hf", reason="the model and its chat come from turnwise-hf")
     with pytest.raises(ConfigError, match="the sglang backend needs a model"):
         build(SglangConfig(), InferenceContext(None, None))
@@ -325,7 +325,7 @@ def test_an_evaluation_takes_one_server_of_those_that_the_role_has_devices_for()
     assert backend._context.devices == (4, 5)
 
 
-def test_a_server_that_ends_at_once_is_told_with_the_end_of_its_log(
+def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """This interpreter has no SGLang: the launcher's own error is what the log ends with."""

@@ -87,8 +87,8 @@ def test_weights_come_by_what_the_devices_and_the_engine_can(
 
 
 def test_the_turns_of_a_trajectory_go_to_one_copy_and_trajectories_to_all(tmp_path: Path) -> None:
-    async def answer(request: Request, told: dict[str, Any]) -> Any:
-        copies.append(told.get("routed_dp_rank"))
+    async def answer(request: Request, payload: dict[str, Any]) -> Any:
+        copies.append(payload.get("routed_dp_rank"))
         await asyncio.sleep(0)
 
     def asked(trajectory: int, turn: int) -> Request:

@@ -82,8 +82,8 @@ async def broadcast(backend: SglangBackend, sender: Broadcast, version: int, mod
     try:
         return await backend.receive(Offer("process_group", version, sender.payload))
     except EngineError as error:
-        (told,) = await asyncio.gather(sending, return_exceptions=True)
-        error.add_note(f"the trainer's side: {told!r}")
+        (outcome,) = await asyncio.gather(sending, return_exceptions=True)
+        error.add_note(f"the trainer's side: {outcome!r}")
         raise
     finally:
         await asyncio.gather(sending, return_exceptions=True)
@@ -308,7 +308,7 @@ def test_responses_in_progress_are_sampled_anew_where_the_pause_aborts_them(life
     assert any(answer.versions[0] == 7 for answer in answers)
 
 
-def test_an_attached_server_that_ignores_seeds_or_is_not_there_is_told(life: Life) -> None:
+def test_an_attached_server_that_ignores_seeds_or_is_not_there_is_reported(life: Life) -> None:
     async def scene() -> None:
         server = life.backend._links.current.server
         wrong = SglangBackend(fixtures.attach(server, dp_size=2), fixtures.context())
@@ -380,8 +380,8 @@ def test_the_conformance_kit_passes(life: Life) -> None:
 def trained(folder: Path, server: str, lora: str = "") -> None:
     """`turnwise train` with torch, whose weights reach the server over shared memory at every step."""
     text = (Path(__file__).parent / "tiny.yaml").read_text(encoding="utf-8")
-    told = text.format(model=fixtures.model(0), server=server, output=folder / "out", lora=lora)
-    (folder / "tiny.yaml").write_text(told, encoding="utf-8")
+    outcome = text.format(model=fixtures.model(0), server=server, output=folder / "out", lora=lora)
+    (folder / "tiny.yaml").write_text(outcome, encoding="utf-8")
     command = [sys.executable, "-m", "turnwise.cli.main", "train", "tiny.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
@@ -389,8 +389,8 @@ def trained(folder: Path, server: str, lora: str = "") -> None:
 
 
 def test_a_run_trains_with_an_attached_server(life: Life, tmp_path: Path) -> None:
-    told = fixtures.attach(life.backend._links.current.server)
-    trained(tmp_path, f'base_url: "{told.base_url}", api_key_env: {told.api_key_env}')
+    outcome = fixtures.attach(life.backend._links.current.server)
+    trained(tmp_path, f'base_url: "{outcome.base_url}", api_key_env: {outcome.api_key_env}')
 
 
 @pytest.mark.matrix

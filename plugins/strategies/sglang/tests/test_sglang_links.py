@@ -159,9 +159,9 @@ def test_a_server_that_never_started_is_no_lost_engine(tmp_path: Path) -> None:
     async def scene() -> None:
         backend = built(tmp_path)
         for _ in range(2):
-            with pytest.raises(EngineError, match="did not start") as told:
+            with pytest.raises(EngineError, match="did not start") as expected:
                 await backend.pause()
-            assert type(told.value) is EngineError
+            assert type(expected.value) is EngineError
         dead = Fake()
         backend = built(tmp_path, dead)
         dead.alive = False
@@ -172,7 +172,7 @@ def test_a_server_that_never_started_is_no_lost_engine(tmp_path: Path) -> None:
     played(scene)
 
 
-def test_an_update_of_a_server_that_cannot_be_replaced_tells_so(tmp_path: Path) -> None:
+def test_an_update_of_a_server_that_cannot_be_replaced_says_so(tmp_path: Path) -> None:
     async def scene() -> None:
         backend = built(tmp_path, Fake(dies=("/flush_cache",)), restarts=0)
 
@@ -193,7 +193,7 @@ CUDA = (
 )
 
 
-def test_a_server_that_dies_of_its_memory_tells_the_phase_and_the_keys(tmp_path: Path) -> None:
+def test_a_server_that_dies_of_its_memory_reports_the_phase_and_the_keys(tmp_path: Path) -> None:
     async def scene() -> None:
         dying = Fake(dies=("/generate",))
         dying.said = CUDA
@@ -223,7 +223,7 @@ def test_a_server_that_dies_of_its_memory_tells_the_phase_and_the_keys(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "expected"),
     [
         (
             CUDA,
@@ -244,8 +244,8 @@ def test_a_server_that_dies_of_its_memory_tells_the_phase_and_the_keys(tmp_path:
         ("CUDA error: an illegal memory access was encountered", "it died"),
     ],
 )
-def test_words_about_memory_become_one_line(said: str, told: str) -> None:
-    assert MEMORY.explained("it died", said, "the start").startswith(told)
+def test_words_about_memory_become_one_line(said: str, expected: str) -> None:
+    assert MEMORY.explained("it died", said, "the start").startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_server_that_was_killed_without_a_word_may_have_filled_main_memory(
     assert server.how_it_ended() == f"signal SIGKILL{hint if hinted else ''}"
 
 
-def test_a_refusal_for_lack_of_memory_tells_the_phase_of_the_call() -> None:
+def test_a_refusal_for_lack_of_memory_reports_the_phase_of_the_call() -> None:
     async def scene() -> None:
         api = Api("http://h:1", 1.0)
         text = '{"success": false, "message": "Failed to update weights: CUDA out of memory."}'
@@ -403,7 +403,7 @@ def test_closing_does_not_wait_for_a_server_of_ours_to_end_its_requests(tmp_path
     played(scene)
 
 
-def test_what_only_the_models_folder_tells_is_asked_again_when_it_is_there(
+def test_what_only_the_models_folder_says_is_asked_again_when_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeing = folder(tmp_path, '{"vocab_size": 32, "vision_config": {}}')

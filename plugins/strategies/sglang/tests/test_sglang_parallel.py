@@ -32,17 +32,17 @@ TRANSPORTS = {
 
 
 def test_every_rank_on_the_cpu_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(**sizes: int) -> str | None:
+    def bound(**sizes: int) -> str | None:
         return environment(SglangConfig(**sizes), fixtures.context()).get("SGLANG_CPU_OMP_THREADS_BIND")
 
     monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 4, 5, 7})
-    assert told() is None
-    assert told(tp_size=2) == "0,1|4,5"
-    assert told(tp_size=2, dp_size=2) == "0|1|4|5"
-    assert told(tp_size=3, pp_size=2) == "0|1|4|5|7|0"
+    assert bound() is None
+    assert bound(tp_size=2) == "0,1|4,5"
+    assert bound(tp_size=2, dp_size=2) == "0|1|4|5"
+    assert bound(tp_size=3, pp_size=2) == "0|1|4|5|7|0"
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0-1|2-3")
-    assert told(tp_size=2) == "0-1|2-3"
+    assert bound(tp_size=2) == "0-1|2-3"
 
 
 @pytest.mark.engines

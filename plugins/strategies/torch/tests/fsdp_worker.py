@@ -236,7 +236,7 @@ def first(me: Rank) -> dict[str, Any]:
     out["stream"] = stream(me)
     if importlib.util.find_spec("peft") is not None:
         out["adapters alone"] = adapters_alone(me)
-    out["told"] = failures(me)
+    out["failures"] = failures(me)
     strategy = me.build(CASES["tied"])
     strategy.save(me.folder / "state at the start")
     outcome(strategy, me.share, (0, 1, 2))
@@ -327,7 +327,7 @@ def read(strategy: TorchStrategy, offer: Offer, way: Callable[..., Any]) -> dict
 
 
 def failures(me: Rank) -> dict[str, str]:
-    def told_by(act: Callable[[], Any]) -> str:
+    def message_of(act: Callable[[], Any]) -> str:
         with pytest.raises(CheckpointError) as caught:
             act()
         return str(caught.value)
@@ -340,16 +340,16 @@ def failures(me: Rank) -> dict[str, str]:
     out["missing"] = str(caught.value)
     torch.distributed.destroy_process_group()
     actor = me.build(Case({"dtype": "fp32"}))
-    out["blocked"] = told_by(lambda: actor.save(blocked / "below"))
-    out["empty"] = told_by(lambda: actor.load(me.folder))
+    out["blocked"] = message_of(lambda: actor.save(blocked / "below"))
+    out["empty"] = message_of(lambda: actor.load(me.folder))
     single = me.folder / f"single {me.rank}"
     single.mkdir()
     (single / STATE_FILE).write_bytes(b"")
-    out["single"] = told_by(lambda: actor.load(single))
+    out["single"] = message_of(lambda: actor.load(single))
     actor.save(me.folder / "actor")
     actor.close()
     critic = me.build(Case({"dtype": "fp32", "head": "value"}))
-    out["critic"] = told_by(lambda: critic.load(me.folder / "actor"))
+    out["critic"] = message_of(lambda: critic.load(me.folder / "actor"))
     critic.close()
     return out
 

@@ -73,8 +73,8 @@ def arrived(received: Any, sent: Named) -> bool:
 def test_every_receiver_gets_every_tensor_and_the_group_lasts(hub: Hub, members: list[Member]) -> None:
     names = []
     for add in (0.0, 100.0):
-        told, *received = update(hub.sender(2), named(add), members)
-        assert told is None
+        error, *received = update(hub.sender(2), named(add), members)
+        assert error is None
         assert all(arrived(one, named(add)) for one in received)
         names.append(hub.name)
     assert names[0] == names[1]
@@ -85,26 +85,26 @@ def test_another_set_of_receivers_makes_another_group(hub: Hub, members: list[Me
     update(hub.sender(2), named(), members)
     before = hub.name
     for receivers in ([members[0]], [members[1], Member(CPU)], members):
-        told, *received = update(hub.sender(len(receivers)), named(1.0), receivers)
-        assert told is None
+        error, *received = update(hub.sender(len(receivers)), named(1.0), receivers)
+        assert error is None
         assert all(arrived(one, named(1.0)) for one in received)
         assert hub.name != before
         before = hub.name
 
 
-def test_a_trainer_that_fails_is_told_at_once_and_the_next_update_arrives(hub: Hub, members: list[Member]) -> None:
+def test_a_trainer_that_fails_is_reported_at_once_and_the_next_update_arrives(hub: Hub, members: list[Member]) -> None:
     def broken() -> Iterator[tuple[str, Tensor]]:
         yield from named()[:-1]
         raise ValueError("no memory for the rest")
 
     update(hub.sender(2), named(), members)
     begun = time.monotonic()
-    told, *received = update(hub.sender(2), broken(), members)
-    assert isinstance(told, ValueError), "the trainer's own error, not one about the transport"
+    error, *received = update(hub.sender(2), broken(), members)
+    assert isinstance(error, ValueError), "the trainer's own error, not one about the transport"
     assert all(isinstance(one, EngineError) and "the trainer stopped sending" in str(one) for one in received)
     assert time.monotonic() - begun < 5
-    told, *received = update(hub.sender(2), named(), members)
-    assert told is None
+    error, *received = update(hub.sender(2), named(), members)
+    assert error is None
     assert all(arrived(one, named()) for one in received)
 
 
@@ -119,23 +119,23 @@ def test_a_receiver_that_stops_in_the_midst_ends_the_update(hub: Hub, members: l
     begun = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         stopped = threads.submit(read_one)
-        told, received = update(sender, named(), members[:1])
+        error, received = update(sender, named(), members[:1])
         stopped.result()
-    assert isinstance(told, TrainerError)
-    assert "2 of 2 backends came, and one stopped reading the weights" in str(told)
+    assert isinstance(error, TrainerError)
+    assert "2 of 2 backends came, and one stopped reading the weights" in str(error)
     assert isinstance(received, EngineError)
     assert time.monotonic() - begun < 10
-    told, *received = update(hub.sender(2), named(), members)
-    assert told is None
+    error, *received = update(hub.sender(2), named(), members)
+    assert error is None
 
 
 def test_an_absent_receiver_ends_the_update_in_time(members: list[Member]) -> None:
     hub = Hub("", CPU, 1.0)
     begun = time.monotonic()
-    told, received = update(hub.sender(2), named(), members[:1])
-    assert isinstance(told, TrainerError)
+    error, received = update(hub.sender(2), named(), members[:1])
+    assert isinstance(error, TrainerError)
     assert (
-        str(told)
+        str(error)
         == "weight update: 1 of 2 backends came, and one did not join or read the weights within weight_sync_timeout"
         " = 1 s"
     )
@@ -150,10 +150,10 @@ def test_a_receiver_that_never_joins_the_group_ends_the_update_in_time(members: 
     begun = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         idle = threads.submit(lambda: Call(sender.payload, 20.0))
-        told, received = update(sender, named(), members[:1])
+        error, received = update(sender, named(), members[:1])
         idle.result().close()
-    assert isinstance(told, TrainerError)
-    assert "2 of 2 backends came" in str(told)
+    assert isinstance(error, TrainerError)
+    assert "2 of 2 backends came" in str(error)
     assert isinstance(received, EngineError)
     assert time.monotonic() - begun < 8
     hub.close()
@@ -170,8 +170,8 @@ def test_strangers_are_sent_away(hub: Hub, members: list[Member]) -> None:
     ):
         strangers.append(socket.create_connection(place, 5))
         strangers[-1].sendall(said)
-    told, received = update(sender, named(), members[:1])
-    assert told is None
+    error, received = update(sender, named(), members[:1])
+    assert error is None
     assert arrived(received, named())
     for stranger in strangers:
         stranger.settimeout(5)
@@ -179,7 +179,7 @@ def test_strangers_are_sent_away(hub: Hub, members: list[Member]) -> None:
         stranger.close()
 
 
-def test_an_offer_that_is_gone_is_told_where_it_was(hub: Hub) -> None:
+def test_an_offer_that_is_gone_is_reported_where_it_was(hub: Hub) -> None:
     sender = hub.sender(1)
     sender.close()
     with pytest.raises(

@@ -77,7 +77,7 @@ def test_a_reference_is_saved_and_loaded_without_an_optimizer(build: Build, upda
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "empty"])
-def test_a_damaged_state_is_told_in_one_line_and_changes_nothing(
+def test_a_damaged_state_is_reported_in_one_line_and_changes_nothing(
     build: Build, update: Update, tmp_path: Path, damage: str
 ) -> None:
     strategy = build()
@@ -92,7 +92,7 @@ def test_a_damaged_state_is_told_in_one_line_and_changes_nothing(
     assert np.array_equal(strategy.logprobs(update.rows), before)
 
 
-def test_a_state_that_is_not_there_is_told(build: Build, tmp_path: Path) -> None:
+def test_a_state_that_is_not_there_is_reported(build: Build, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no training state in"):
         build().load(tmp_path)
 
@@ -104,7 +104,7 @@ def test_a_state_that_is_not_there_is_told(build: Build, tmp_path: Path) -> None
         ({"head": "value"}, r"saved with head 'lm', this run has 'value'"),
     ],
 )
-def test_a_state_of_another_configuration_is_told(
+def test_a_state_of_another_configuration_is_reported(
     build: Build, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     build().save(tmp_path)
@@ -112,14 +112,14 @@ def test_a_state_of_another_configuration_is_told(
         build(**changes).load(tmp_path)
 
 
-def test_a_state_of_another_model_is_told(build: Build, tmp_path: Path) -> None:
+def test_a_state_of_another_model_is_reported(build: Build, tmp_path: Path) -> None:
     other = tiny_model(tmp_path / "model", vocab_size=60)
     build(model=other).save(tmp_path / "state")
     with pytest.raises(CheckpointError, match=r"belongs to another model than .*\. Fix: "):
         build().load(tmp_path / "state")
 
 
-def test_a_place_that_cannot_be_written_is_told_in_one_line(build: Build, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_reported_in_one_line(build: Build, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     strategy = build()

@@ -13,7 +13,7 @@ from turnwise_torch.device import device_of
 
 
 def test_the_gpu_of_a_role_is_the_current_one_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told no device, kernels and NCCL among it, would work on GPU 0, which may be another role's."""
+    """What is given no device, kernels and NCCL among it, would work on GPU 0, which may be another role's."""
     chosen: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)

@@ -228,8 +228,8 @@ def test_an_export_is_a_model_folder_written_once(folder: Path, ranks: dict[str,
     assert head["weight"].norm() > 0
 
 
-def test_a_folder_that_cannot_be_read_or_written_is_told_on_every_rank(ranks: dict[str, list[Any]]) -> None:
-    for rank in ranks["told"]:
+def test_a_folder_that_cannot_be_read_or_written_is_reported_on_every_rank(ranks: dict[str, list[Any]]) -> None:
+    for rank in ranks["failures"]:
         assert rank["missing"].startswith("/nowhere is not a model folder")
         assert "cannot write the training state to" in rank["blocked"]
         assert "there is no training state in" in rank["empty"]
@@ -256,7 +256,7 @@ def test_what_two_ranks_saved_one_process_continues(folder: Path, ranks: dict[st
         torch.testing.assert_close(alone["weights"][name], tensor, rtol=0, atol=1e-9)
 
 
-def test_damaged_parts_are_told_in_one_line(folder: Path, ranks: dict[str, list[Any]], tmp_path: Path) -> None:
+def test_damaged_parts_are_reported_in_one_line(folder: Path, ranks: dict[str, list[Any]], tmp_path: Path) -> None:
     for file in (folder / "state").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: None if file.name == "state.json" else 10])
     with pytest.raises(
@@ -266,7 +266,7 @@ def test_damaged_parts_are_told_in_one_line(folder: Path, ranks: dict[str, list[
     assert "\n" not in str(caught.value)
 
 
-def test_parts_of_another_model_are_told(folder: Path, ranks: dict[str, list[Any]], tmp_path: Path) -> None:
+def test_parts_of_another_model_are_reported(folder: Path, ranks: dict[str, list[Any]], tmp_path: Path) -> None:
     small = tiny_model(tmp_path, vocab_size=VOCABULARY + 1)
     with pytest.raises(CheckpointError, match="belongs to another model than"):
         build(Case({**DOUBLE, "model": small}), folder).load(folder / "state")

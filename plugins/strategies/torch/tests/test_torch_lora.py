@@ -131,7 +131,7 @@ def test_a_state_holds_the_adapters_alone_and_continues_to_the_last_bit(
         ({"lora": evolve(LORA, rank=8)}, r"this run has 'rank 8, alpha 8, target None'"),
     ],
 )
-def test_a_state_of_other_adapters_is_told(
+def test_a_state_of_other_adapters_is_reported(
     peft: Any, build: Build, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     build(lora=LORA).save(tmp_path)
@@ -223,8 +223,8 @@ def test_adapters_alone_are_offered_as_peft_writes_them(
     whole.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     assert offer.adapter is not None
-    told = {**offer.adapter, "target_modules": sorted(offer.adapter["target_modules"])}
-    assert told == {
+    described = {**offer.adapter, "target_modules": sorted(offer.adapter["target_modules"])}
+    assert described == {
         **written,
         "inference_mode": True,
         "target_modules": ["down_proj", "q_proj"],
@@ -249,7 +249,7 @@ def test_peft_loads_a_folder_of_adapters_alone_with_the_trainers_log_probs(
     assert not place.exists()
 
 
-def test_adapters_that_cannot_be_written_are_told_in_one_line(
+def test_adapters_that_cannot_be_written_are_reported_in_one_line(
     peft: Any, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: Any) -> None:
@@ -320,7 +320,7 @@ def test_targets_are_names_with_commas_or_a_pattern(peft: Any, build: Build) -> 
     assert targets(r".*\.1\.mlp\.(up|gate)_proj") == {"1.mlp.up_proj", "1.mlp.gate_proj"}
 
 
-def test_without_peft_the_machine_is_told(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_machine_is_reported(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     monkeypatch.setattr("turnwise_torch.lora.importlib.util.find_spec", lambda name: None)
     context = evolve(build().context, lora=LORA)
@@ -363,7 +363,7 @@ def test_frozen_adapters_do_not_train_either(peft: Any, build: Build) -> None:
     assert {name.split(".")[2] for name in trained(build(lora=LORA, frozen=("model.layers.0",)))} == {"1"}
 
 
-def test_a_prefix_of_nothing_is_told_with_what_there_is(build: Build) -> None:
+def test_a_prefix_of_nothing_is_reported_with_what_there_is(build: Build) -> None:
     with pytest.raises(
         ConfigError,
         match=r"no parameter begins with 'layer\.'\. Did you mean 'layers'\? There are: embed_tokens, layers, norm",

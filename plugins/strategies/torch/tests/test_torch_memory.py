@@ -49,7 +49,7 @@ MOVING = rf"devices of its own in actor_train\.device_mapping, .* or set {SPREAD
 
 
 @pytest.mark.parametrize(
-    ("place", "act", "told"),
+    ("place", "act", "expected"),
     [
         ("weights", lambda s, f: s.export(f), f"the export of actor_train. Fix: {HOLDING}"),
         (
@@ -74,14 +74,14 @@ def test_running_out_of_memory_beside_the_model_names_phase_role_and_keys(
     monkeypatch: pytest.MonkeyPatch,
     place: str,
     act: Callable[[TorchStrategy, Path], Any],
-    told: str,
+    expected: str,
 ) -> None:
     strategy = build(weight_sync_timeout=5.0)
-    if "sending" in told:
+    if "sending" in expected:
         monkeypatch.setattr(Sender, "send", lambda self, buckets: list(buckets))
     *owner, name = place.split(".")
     monkeypatch.setattr(attrgetter(*owner)(strategy) if owner else strategy, name, exhausted)
-    with pytest.raises(OutOfMemory, match=f"^out of memory, in {told}") as caught:
+    with pytest.raises(OutOfMemory, match=f"^out of memory, in {expected}") as caught:
         act(strategy, tmp_path / "there")
     assert "\n" not in str(caught.value)
     strategy.close()

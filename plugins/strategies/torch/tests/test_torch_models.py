@@ -105,7 +105,7 @@ def test_checkpointing_really_recomputes_the_layers(folder: Path) -> None:
     assert len(calls) == 2
 
 
-def test_a_model_without_layers_to_checkpoint_is_told() -> None:
+def test_a_model_without_layers_to_checkpoint_is_reported() -> None:
     with pytest.raises(TrainerError, match="disable_gradient_checkpointing: true"):
         models.enable_gradient_checkpointing(torch.nn.Linear(2, 2))
 

@@ -116,7 +116,7 @@ def test_unknown_columns_reach_the_loss_by_name_and_incomplete_sampler_log_probs
     assert view.extras["versions"].dtype == torch.int64
 
 
-def test_an_update_without_coefficients_is_told() -> None:
+def test_an_update_without_coefficients_is_reported() -> None:
     rows = Rows(np.arange(3, dtype=np.int32), np.array([0, 3]), np.array([False, True, True]), {"weight": np.ones(2)})
     with pytest.raises(TrainerError, match="needs the column 'coef', it has: weight"):
         objective_columns(Update(rows, lr=0.0))
@@ -173,7 +173,7 @@ def test_the_policy_weight_multiplies_the_policy_loss_and_neither_entropy_nor_kl
 
 
 @pytest.mark.parametrize(
-    ("mistake", "told"),
+    ("mistake", "expected"),
     [
         (
             lambda lp: (lp.mean(), {}),
@@ -186,16 +186,16 @@ def test_the_policy_weight_multiplies_the_policy_loss_and_neither_entropy_nor_kl
         (lambda lp: lp, "the policy loss 'mine' returned a Tensor. Fix: "),
     ],
 )
-def test_a_loss_that_is_not_one_value_a_token_is_told_and_not_broadcast(mistake: Any, told: str) -> None:
+def test_a_loss_that_is_not_one_value_a_token_is_reported_and_not_broadcast(mistake: Any, expected: str) -> None:
     class Mistaken(Linear):
         def loss(self, view: LossView) -> tuple[Tensor, Mapping[str, Tensor]]:
             return mistake(view.log_probs)  # type: ignore[no-any-return]
 
-    with pytest.raises(PluginError, match=told):
+    with pytest.raises(PluginError, match=expected):
         policy_objective(double(-1.0, -2.0), None, columns(2), Mistaken(), Objective(LossChoice("mine")))
 
 
-def test_a_kl_term_without_a_reference_is_told() -> None:
+def test_a_kl_term_without_a_reference_is_reported() -> None:
     with pytest.raises(TrainerError, match="ref_log_probs"):
         policy_objective(double(-1.0), None, columns(1), Linear(), Objective(LossChoice("mine")), kl_coef=0.1)
 

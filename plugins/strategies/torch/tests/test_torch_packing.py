@@ -209,7 +209,7 @@ def test_flash_attention_gets_one_row_whose_positions_begin_again_and_no_mask(
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "expected"),
     [
         (MistralConfig(**SIZES, sliding_window=4), "MistralForCausalLM has layers of sliding_attention"),
         (
@@ -223,11 +223,11 @@ def test_flash_attention_gets_one_row_whose_positions_begin_again_and_no_mask(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_attention_that_cannot_be_packed_is_refused(config: PreTrainedConfig, told: str, tmp_path: Path) -> None:
+def test_attention_that_cannot_be_packed_is_refused(config: PreTrainedConfig, expected: str, tmp_path: Path) -> None:
     context = TrainContext(
         saved(config, tmp_path), "actor_train", trainable=False, dtype="fp32", attn_implementation="eager", **packed(60)
     )  # type: ignore[arg-type]
-    with pytest.raises(TrainerError, match=rf"{told}.* Fix: use_sequence_packing: false for this role") as caught:
+    with pytest.raises(TrainerError, match=rf"{expected}.* Fix: use_sequence_packing: false for this role") as caught:
         TorchStrategy(TorchConfig(), context)
     assert "\n" not in str(caught.value)
 

@@ -223,7 +223,7 @@ def test_the_memory_of_a_gpu_is_a_metric_and_a_cpu_has_none(
     assert gpu_memory(torch.device("cuda", 1)) == {"system/gpu_memory": (1.5, 1.0)}
 
 
-def test_a_token_outside_the_vocabulary_is_told(build: Build) -> None:
+def test_a_token_outside_the_vocabulary_is_reported(build: Build) -> None:
     rows = Rows(np.array([1, 50], np.int32), np.array([0, 2]), np.array([False, True]))
     with pytest.raises(TrainerError, match="received the token id 50, its model has ids 0 to 49"):
         build().logprobs(rows)
@@ -375,7 +375,7 @@ def test_weights_leave_in_buckets_of_their_size_one_made_after_the_other(
         assert sum(every[name] for name in bucket) <= 4096 or len(bucket) == 1 or whole
 
 
-def test_an_unknown_transport_is_told(build: Build) -> None:
+def test_an_unknown_transport_is_reported(build: Build) -> None:
     with pytest.raises(
         TrainerError, match=r"no transport 'nccl'\. It has: shared, shared_memory, process_group, safetensors"
     ):

@@ -93,9 +93,9 @@ def test_nothing_has_a_name_in_a_file_system(monkeypatch: pytest.MonkeyPatch, tm
     reader.join()
 
 
-def _send_and_die(tell: multiprocessing.Queue[dict[str, str]]) -> None:
+def _send_and_die(payloads: multiprocessing.Queue[dict[str, str]]) -> None:
     sender = Sender(1, 60)
-    tell.put(sender.payload)
+    payloads.put(sender.payload)
 
     def until_the_second() -> Iterator[Bucket]:
         made = buckets(weights(), 100)
@@ -105,12 +105,12 @@ def _send_and_die(tell: multiprocessing.Queue[dict[str, str]]) -> None:
     sender.send(until_the_second())
 
 
-def test_a_sender_that_is_killed_in_the_middle_leaves_nothing_and_the_reader_is_told() -> None:
+def test_a_sender_that_is_killed_in_the_middle_leaves_nothing_and_is_reported_to_the_reader() -> None:
     context = multiprocessing.get_context("spawn")
-    tell = context.Queue()
-    process = context.Process(target=_send_and_die, args=(tell,))
+    payloads = context.Queue()
+    process = context.Process(target=_send_and_die, args=(payloads,))
     process.start()
-    payload = tell.get(timeout=60)
+    payload = payloads.get(timeout=60)
     reading = receive(payload, 30)
     assert [name for name, _ in next(reading)] == [weights()[0][0]]
     began = time.monotonic()
@@ -218,7 +218,7 @@ def test_who_hung_up_is_known_in_a_process_with_many_open_files() -> None:
         line.close()
 
 
-def test_an_offer_that_is_gone_is_told() -> None:
+def test_an_offer_that_is_gone_is_reported() -> None:
     sender = Sender(1, 1)
     sender.close()
     sender.close()
@@ -226,7 +226,7 @@ def test_an_offer_that_is_gone_is_told() -> None:
         next(receive(sender.payload, 1))
 
 
-def test_a_host_without_room_in_its_shared_memory_is_told_before_a_byte_is_written(
+def test_a_host_without_room_in_its_shared_memory_is_reported_before_a_byte_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Writing to memory that the system cannot give ends a process by a signal."""

@@ -142,7 +142,7 @@ def test_an_image_token_that_was_sampled_is_text(context: TrainContext, folder: 
     strategy.close()
 
 
-def test_images_that_are_not_in_the_ids_are_told(context: TrainContext, folder: Path) -> None:
+def test_images_that_are_not_in_the_ids_are_reported(context: TrainContext, folder: Path) -> None:
     strategy = TorchStrategy(TorchConfig(), context)
     rows = make_rows(Vision(folder))
     wrong = evolve(rows, images=((picture(0, 56, 56),), *rows.images[1:]))

@@ -36,7 +36,7 @@ async def send(
     sender = sender or Sender(backend.receivers("shared_memory"), 120)
 
     def work() -> None:
-        with contextlib.suppress(Exception):  # the receiver tells what went wrong
+        with contextlib.suppress(Exception):  # the receiver reports what went wrong
             sender.send(buckets(named, size))
 
     thread = threading.Thread(target=work)

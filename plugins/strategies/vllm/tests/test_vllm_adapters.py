@@ -132,9 +132,9 @@ def test_what_vllm_cannot_adapt_is_one_error_and_the_next_update_serves(bench: A
     with pytest.raises(
         EngineError,
         match=r"no adapters for rotary_emb\. Known: .*q_proj.* Fix: another lora_target, or lora_sync: merged",
-    ) as told:
+    ) as caught:
         lab.runner.run(lab.send(elsewhere.items(), adapter=config))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
     nowhere = {name.replace("layers.1.", "layers.7."): tensor for name, tensor in tensors.items()}
     with pytest.raises(EngineError, match=r"vLLM has no adapters for .*layers\.7\..* Fix: another lora_target"):
         lab.runner.run(lab.send(nowhere.items(), adapter=config))

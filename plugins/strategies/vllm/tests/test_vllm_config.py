@@ -103,7 +103,7 @@ def test_the_record_needs_the_engine_and_runs_it() -> None:
 
 @pytest.mark.usefixtures("engine_source")
 @pytest.mark.parametrize(
-    ("options", "devices", "told"),
+    ("options", "devices", "expected"),
     [
         ({"engine_args": {"max_num_seq": 3}}, (), "has no engine argument 'max_num_seq'. Did you mean 'max_num_seqs'?"),
         ({"engine_args": {"swap_space": 4, "enable_log_requests": True}}, (), None),
@@ -137,16 +137,16 @@ def test_the_record_needs_the_engine_and_runs_it() -> None:
     ],
 )
 def test_options_are_checked_without_starting_anything(
-    options: dict[str, Any], devices: tuple[int, ...], told: str | None
+    options: dict[str, Any], devices: tuple[int, ...], expected: str | None
 ) -> None:
     lines = [
         str(problem)
         for problem in VllmBackend.check(VllmConfig(**options), InferenceContext(None, None, devices=devices))
     ]
-    if told is None:
+    if expected is None:
         assert lines == []
     else:
-        assert any(told in line for line in lines), lines
+        assert any(expected in line for line in lines), lines
         assert all(line.startswith("$.actor_infer") for line in lines)
 
 
@@ -183,7 +183,7 @@ def test_adapters_alone_get_the_smallest_rank_that_vllm_has(folder: Path, rank: 
 
 
 @pytest.mark.parametrize(
-    ("options", "rank", "told"),
+    ("options", "rank", "expected"),
     [
         (
             {"load_format": "dummy"},
@@ -193,10 +193,12 @@ def test_adapters_alone_get_the_smallest_rank_that_vllm_has(folder: Path, rank: 
         ({}, 513, "actor_train.model_args.lora_rank: vLLM takes adapters of ranks up to 512"),
     ],
 )
-def test_adapters_alone_need_a_base_and_a_rank_that_vllm_takes(options: dict[str, Any], rank: int, told: str) -> None:
+def test_adapters_alone_need_a_base_and_a_rank_that_vllm_takes(
+    options: dict[str, Any], rank: int, expected: str
+) -> None:
     context = InferenceContext(None, None, lora=Lora(rank, 8, sync="adapter"))
     (line,) = map(str, VllmBackend.check(VllmConfig(**options), context))
-    assert told in line
+    assert expected in line
 
 
 def test_a_model_that_sees_needs_torchvision_in_its_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +227,7 @@ def test_argument_names_are_those_of_the_real_engine() -> None:
     assert {"speculative_config", "scheduling_policy", "enable_log_requests"} <= known
 
 
-def test_an_engine_on_gpus_sleeps_only_where_it_was_told_to_be_able_to(folder: Path) -> None:
+def test_an_engine_on_gpus_sleeps_only_where_sleeping_is_enabled(folder: Path) -> None:
     assert "enable_sleep_mode: true" in VllmConfig().capabilities.cannot_sleep
     assert VllmConfig(enable_sleep_mode=True).capabilities.cannot_sleep == ""
     assert VllmConfig(mode="attach", base_url="http://127.0.0.1:1").capabilities.cannot_sleep == ""
@@ -234,7 +236,7 @@ def test_an_engine_on_gpus_sleeps_only_where_it_was_told_to_be_able_to(folder: P
         asyncio.run(VllmBackend.sleep(awake))  # type: ignore[arg-type]
 
 
-def test_an_update_after_which_the_engine_serves_another_version_is_told(folder: Path) -> None:
+def test_an_update_after_which_the_engine_serves_another_version_is_reported(folder: Path) -> None:
     class Engine:
         async def control(self, step: str, **options: Any) -> Any:
             return {"version": "2", "reset_cache": True}.get(step)
@@ -406,7 +408,7 @@ def test_log_probs_that_are_no_numbers_are_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told", "fix"),
+    ("changes", "expected", "fix"),
     [
         ({}, {}, ""),
         ({}, {"model": "/other"}, ""),  # whole weights come
@@ -421,8 +423,8 @@ def test_log_probs_that_are_no_numbers_are_an_error() -> None:
         ({}, {"max_model_len": 63}, r"--max-model-len 64 \(it has 63\)"),
     ],
 )
-def test_an_attached_server_is_judged_by_what_it_tells(
-    folder: Path, changes: dict[str, Any], told: dict[str, Any], fix: str
+def test_an_attached_server_is_judged_by_what_it_reports(
+    folder: Path, changes: dict[str, Any], expected: dict[str, Any], fix: str
 ) -> None:
     context = InferenceContext(folder, None, **{"dtype": "fp32", "sequence_length": 64, **changes})
     model = {
@@ -430,7 +432,7 @@ def test_an_attached_server_is_judged_by_what_it_tells(
         "dtype": "torch.float32",
         "max_model_len": 64,
         "logprobs_mode": "processed_logprobs",
-        **told,
+        **expected,
     }
     server = {
         "model_config": model,

@@ -105,14 +105,14 @@ def test_tied_embeddings_are_new_under_both_names(lab: Any, models: Models) -> N
 
 
 @pytest.mark.parametrize(
-    ("left_out", "told"), [("self_attn.k_proj", "k_proj"), ("mlp.up_proj", "up_proj"), ("model.norm", "model.norm")]
+    ("left_out", "expected"), [("self_attn.k_proj", "k_proj"), ("mlp.up_proj", "up_proj"), ("model.norm", "model.norm")]
 )
 def test_a_part_of_a_fused_layer_is_refused_and_a_whole_update_repairs(
-    lab: Any, models: Models, left_out: str, told: str
+    lab: Any, models: Models, left_out: str, expected: str
 ) -> None:
     model = models(2)
     with pytest.raises(
-        EngineError, match=rf"^vLLM failed: the weight update lacks \d+ tensors of the model, such as '.*{told}"
+        EngineError, match=rf"^vLLM failed: the weight update lacks \d+ tensors of the model, such as '.*{expected}"
     ):
         lab.runner.run(lab.send((name, tensor) for name, tensor in model.state_dict().items() if left_out not in name))
     with pytest.raises(EngineError, match="mixture of weights"):
@@ -147,7 +147,7 @@ def test_cached_prompts_are_read_again_after_an_update(
     assert lab.off(new, request, stale) > FAR, "this test would not see a stale cache"
 
 
-def test_a_trainer_that_stops_sending_is_told_and_the_next_update_serves(lab: Any, models: Models) -> None:
+def test_a_trainer_that_stops_sending_is_reported_and_the_next_update_serves(lab: Any, models: Models) -> None:
     def broken() -> Any:
         named = list(models(1).state_dict().items())
         yield from named[:-3]
@@ -293,7 +293,7 @@ def test_an_aborted_request_leaves_the_engine(lab: Any, endless: None) -> None:
 
 def test_what_the_engine_must_not_see_is_refused_in_one_line(lab: Any, models: Models) -> None:
     lab.serve(models(1))
-    for request, told in (
+    for request, expected in (
         (
             Request(0, lab.request().args, 4, ids=np.array([3, 10**6], np.int32)),
             "token id 1000000 is outside the model's vocabulary",
@@ -302,13 +302,13 @@ def test_what_the_engine_must_not_see_is_refused_in_one_line(lab: Any, models: M
         (lab.request(temperature=0.001), "temperature 0.001 is below 0.01"),
         (Request(0, lab.request().args, 4), "takes token ids"),
     ):
-        with pytest.raises(EngineError, match=told):
+        with pytest.raises(EngineError, match=expected):
             lab.ask(request)
     (answer,) = lab.ask(lab.request(length=250, tokens=100))
     assert len(answer.ids) <= 6, "the response ends where the sequence is full"
 
 
-def test_a_head_size_without_a_kernel_is_told_before_the_engine_starts(lab: Any, tmp_path: Any) -> None:
+def test_a_head_size_without_a_kernel_is_reported_before_the_engine_starts(lab: Any, tmp_path: Any) -> None:
     from turnwise_vllm.backend import VllmBackend
     from turnwise_vllm.config import VllmConfig
 
@@ -335,9 +335,9 @@ def test_a_dead_engine_fails_every_request_at_once(lab: Any, endless: None) -> N
         os.kill(process.pid, signal.SIGKILL)
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
 
-    for told in lab.runner.run(scene()):
-        assert isinstance(told, EngineLost)
-        assert "vLLM's engine died" in str(told)
+    for expected in lab.runner.run(scene()):
+        assert isinstance(expected, EngineLost)
+        assert "vLLM's engine died" in str(expected)
     offer = Offer("safetensors", lab.version + 1, {"folder": str(lab.context.model)})
     for again in (lab.backend.generate(lab.request()), lab.backend.pause(), lab.backend.receive(offer)):
         with pytest.raises(EngineLost, match="vLLM's engine died"):

@@ -66,8 +66,8 @@ CACHE = "Fix: lower max_model_len, max_num_batched_tokens or max_num_seqs, or ra
     ],
 )
 def test_words_about_memory_become_one_line(said: str, when: str, begins: str, fix: str) -> None:
-    told = MEMORY.explained("it died.", f"Traceback\n{said}\nRuntimeError: cancelled", when)
-    assert told.startswith(begins) and fix in told and "\n" not in told
+    message = MEMORY.explained("it died.", f"Traceback\n{said}\nRuntimeError: cancelled", when)
+    assert message.startswith(begins) and fix in message and "\n" not in message
 
 
 def test_other_words_change_nothing() -> None:
@@ -100,7 +100,7 @@ def served(log: Path | None) -> ServedEngine:
     return engine
 
 
-def test_a_servers_log_tells_why_its_engine_died(tmp_path: Path) -> None:
+def test_a_servers_log_reports_why_its_engine_died(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(
         f"INFO up\n{CUDA}\nraise RuntimeError(\nRuntimeError: Engine core initialization failed. See root cause"
@@ -108,9 +108,9 @@ def test_a_servers_log_tells_why_its_engine_died(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     engine = served(log)
-    told = engine._gone("the vLLM server answered /update_weights with 500. Its engine died", "/update_weights")
-    assert isinstance(told, EngineLost)
-    assert str(told).startswith("out of memory, in the weight update of actor_infer: the vLLM server answered")
+    message = engine._gone("the vLLM server answered /update_weights with 500. Its engine died", "/update_weights")
+    assert isinstance(message, EngineLost)
+    assert str(message).startswith("out of memory, in the weight update of actor_infer: the vLLM server answered")
     assert engine._process is not None
     assert engine._process.tail() == CUDA
     assert str(served(None)._gone("it is gone", "/pause")) == "it is gone"
@@ -126,8 +126,8 @@ def test_the_reason_of_an_error_that_stands_on_its_second_line_is_reported(tmp_p
     )
     engine = served(log)
     assert engine._process is not None
-    told = engine._process.tail()
-    assert told.endswith(
+    message = engine._process.tail()
+    assert message.endswith(
         "1 validation error for ModelConfig Value error, Model architectures ['X'] failed to be inspected."
         " [type=value_error]"
     )
@@ -141,7 +141,7 @@ class Dead:
 
 @pytest.mark.parametrize("errored", [True, False])
 @pytest.mark.parametrize("cause", [None, RuntimeError(CUDA)])
-def test_an_engine_of_this_process_tells_what_it_knows(errored: bool, cause: Exception | None) -> None:
+def test_an_engine_of_this_process_reports_what_it_knows(errored: bool, cause: Exception | None) -> None:
     async def failing() -> None:
         raise ValueError("it failed") from cause
 
@@ -150,18 +150,18 @@ def test_an_engine_of_this_process_tells_what_it_knows(errored: bool, cause: Exc
         engine._loop.close()
         engine._loop = asyncio.get_running_loop()
         engine._llm = Dead() if errored else None
-        with pytest.raises(EngineLost if errored else EngineError) as told:
+        with pytest.raises(EngineLost if errored else EngineError) as message:
             await engine._run(failing(), 5, "sampling")
-        return told.value
+        return message.value
 
-    told = str(asyncio.run(scene()))
+    message = str(asyncio.run(scene()))
     what = "vLLM's engine died" if errored else "vLLM failed: ValueError: it failed"
     if cause is not None:
-        assert told == f"out of memory, in sampling of actor_infer: {what}. {ALL}"
+        assert message == f"out of memory, in sampling of actor_infer: {what}. {ALL}"
     elif errored:
-        assert told.startswith(
+        assert message.startswith(
             f"{what}, in sampling of actor_infer. Its own messages above say why. Fix: after an out-of-memory lower"
             " gpu_memory_util"
         )
     else:
-        assert told == what
+        assert message == what

@@ -79,15 +79,16 @@ def test_float32_weights_are_rounded_once_to_the_samplers_dtype(make_lab: Callab
             name: (tensor.contiguous().view(torch.int32) >> 16 << 16).view(torch.float32)
             for name, tensor in whole.items()
         }
-        told = []
+        answers = []
         for tensors in (whole, rounded, cut):
             lab.runner.run(lab.send(tensors.items()))
-            told.append(lab.ask(*[lab.request(seed, prompt=seed, temperature=1.0) for seed in range(8)]))
-        for mine, same in zip(told[0], told[1], strict=True):
+            answers.append(lab.ask(*[lab.request(seed, prompt=seed, temperature=1.0) for seed in range(8)]))
+        for mine, same in zip(answers[0], answers[1], strict=True):
             assert mine.ids.tolist() == same.ids.tolist()
             assert np.array_equal(mine.logprobs, same.logprobs)
         assert any(
-            not np.array_equal(mine.logprobs, other.logprobs) for mine, other in zip(told[0], told[2], strict=True)
+            not np.array_equal(mine.logprobs, other.logprobs)
+            for mine, other in zip(answers[0], answers[2], strict=True)
         )
     finally:
         lab.close()

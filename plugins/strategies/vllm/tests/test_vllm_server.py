@@ -125,7 +125,7 @@ def test_weights_stream_into_the_server_and_cached_prompts_are_read_again(
     np.testing.assert_allclose(after.logprobs, expected, atol=1e-4, rtol=0)
 
 
-def test_an_update_that_fails_is_told_and_a_whole_one_repairs(
+def test_an_update_that_fails_is_reported_and_a_whole_one_repairs(
     runner: asyncio.Runner, attached: Any, tmp_path: Path
 ) -> None:
     from turnwise_vllm.fixtures import backend_fixture
@@ -139,7 +139,7 @@ def test_an_update_that_fails_is_told_and_a_whole_one_repairs(
     assert set(runner.run(attached.generate(supplied["request"](0))).versions.tolist()) == {8}
 
 
-def test_a_server_that_does_not_fit_the_run_is_told_with_the_options_it_needs(
+def test_a_server_that_does_not_fit_the_run_is_reported_with_the_options_it_needs(
     runner: asyncio.Runner, attached: Any
 ) -> None:
     from turnwise_vllm.backend import VllmBackend
@@ -187,7 +187,7 @@ def test_a_server_of_another_dtype_is_always_refused(runner: asyncio.Runner, att
     runner.run(backend.close())
 
 
-def test_a_server_of_other_sizes_is_told_with_both(runner: asyncio.Runner, attached: Any) -> None:
+def test_a_server_of_other_sizes_is_reported_with_both(runner: asyncio.Runner, attached: Any) -> None:
     from turnwise_vllm.backend import VllmBackend
 
     backend = VllmBackend(evolve(attached._config, engine_args={"data_parallel_size": 2}), attached._context)
@@ -214,13 +214,13 @@ def test_a_connection_that_breaks_off_fails_its_request_alone(
 
     monkeypatch.setattr(client, "send", once)
     request = backend_fixture()["request"](0)
-    with pytest.raises(EngineError, match="the vLLM server broke off /inference/v1/generate") as told:
+    with pytest.raises(EngineError, match="the vLLM server broke off /inference/v1/generate") as error:
         runner.run(attached.generate(request))
-    assert not isinstance(told.value, EngineLost)
+    assert not isinstance(error.value, EngineLost)
     assert len(runner.run(attached.generate(request)).ids)
 
 
-def test_an_address_where_nobody_answers_is_told_at_once(runner: asyncio.Runner, attached: Any) -> None:
+def test_an_address_where_nobody_answers_is_reported_at_once(runner: asyncio.Runner, attached: Any) -> None:
     from turnwise.ports import free_port
     from turnwise_vllm.backend import VllmBackend
 
@@ -244,9 +244,9 @@ def test_a_server_that_dies_fails_every_request_at_once(runner: asyncio.Runner, 
         os.killpg(fixtures.server().pid, signal.SIGKILL)
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
 
-    for told in runner.run(scene()):
-        assert isinstance(told, EngineLost)
-        assert "is gone" in str(told)
+    for error in runner.run(scene()):
+        assert isinstance(error, EngineLost)
+        assert "is gone" in str(error)
     with pytest.raises(EngineLost, match="is gone"):
         runner.run(attached.generate(request(0)))
     fixtures.server.cache_clear()

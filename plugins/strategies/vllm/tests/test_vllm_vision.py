@@ -141,7 +141,7 @@ def test_an_update_reaches_the_vision_tower_and_cached_images_are_seen_anew(
     seeing.check(1)
 
 
-def test_ids_that_do_not_fit_the_images_are_told(seeing: Seeing) -> None:
+def test_ids_that_do_not_fit_the_images_are_reported(seeing: Seeing) -> None:
     from attrs import evolve
 
     request = seeing.request(0, 1.0, picture(0, 56, 84))

@@ -88,7 +88,7 @@ class Line:
             self.shown.append([{"role": "user", "content": self.world.kept(said)}])
 
     def earlier(self) -> range:
-        """The indices of the earlier calls that the coming prompt tells."""
+        """The indices of the earlier calls that the coming prompt holds."""
         length = self.rules.history_length
         return range(0 if length is None else max(0, len(self.turns) - length), len(self.turns))
 
@@ -296,10 +296,12 @@ class Line:
             "current_step": taken + 1,
             "current_observation": content,
             "history_length": len(self.earlier()),
-            "history": ", ".join(self._told(index) for index in self.earlier()) if self.rules.history_in_text else "",
+            "history": ", ".join(self._summary(index) for index in self.earlier())
+            if self.rules.history_in_text
+            else "",
         }
 
-    def _told(self, index: int) -> str:
+    def _summary(self, index: int) -> str:
         turn = self.turns[index]
         return (
             f"(step:{index + 1}, observation: {text_of(turn.observation)}, action: {turn.action or turn.text.strip()})"

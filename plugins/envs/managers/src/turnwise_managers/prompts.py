@@ -51,10 +51,10 @@ class Growing:
 
     def _compared(self, line: Line) -> Prompt:
         """The prompt, compared with a rendering of the same conversation from its messages."""
-        prompt, told = self._ids(line), self._messages(line)
-        assert prompt.ids is not None and told.messages is not None
-        inside = told.messages.pop()["content"] if self.history == "single_turn" and line.turns else ""
-        rendered = line.rendered(told.messages)
+        prompt, spoken = self._ids(line), self._messages(line)
+        assert prompt.ids is not None and spoken.messages is not None
+        inside = spoken.messages.pop()["content"] if self.history == "single_turn" and line.turns else ""
+        rendered = line.rendered(spoken.messages)
         if inside:
             rendered = np.concatenate([rendered, line.chat.continue_text(rendered, inside)])
         return evolve(prompt, compared=True, drift=drift_of(line.chat, prompt.ids, rendered))
@@ -64,10 +64,10 @@ class Growing:
             messages = line.conversation(line.earlier())
             return Prompt(None, messages, line.world.images_in(messages))
         first = [*line.head(), *line.shown[0]]
-        told = [
+        texts = [
             turn.text + self._continuation(line, shown) for turn, shown in zip(line.turns, line.shown[1:], strict=True)
         ]
-        return Prompt(None, [*first, {"role": "assistant", "content": "".join(told)}], line.world.images_in(first))
+        return Prompt(None, [*first, {"role": "assistant", "content": "".join(texts)}], line.world.images_in(first))
 
     def _continuation(self, line: Line, shown: list[Message]) -> str:
         if line.world.images_in(shown):

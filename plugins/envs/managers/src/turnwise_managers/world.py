@@ -128,16 +128,16 @@ class World:
         if info.get("actions") is not None:
             if not isinstance(info["actions"], (list, tuple)):
                 raise EnvironmentFailure(
-                    f"{self.episode.tag} told the actions {info['actions']!r:.80}. Fix: info['actions'] is a list of"
+                    f"{self.episode.tag} reported the actions {info['actions']!r:.80}. Fix: info['actions'] is a list of"
                     " texts."
                 )
             self.actions = tuple(str(action) for action in info["actions"])
         try:
             metrics = {str(name): float(value) for name, value in (info.get("metrics") or {}).items()}
         except (TypeError, ValueError, AttributeError) as error:
-            told = f"{info['metrics']!r:.80}"
+            shown = f"{info['metrics']!r:.80}"
             raise EnvironmentFailure(
-                f"{self.episode.tag} told the metrics {told}. Fix: info['metrics'] maps names to numbers."
+                f"{self.episode.tag} reported the metrics {shown}. Fix: info['metrics'] maps names to numbers."
             ) from error
         self.metrics |= metrics
         return metrics
