@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,40 @@ def test_missing_weights_are_refused_instead_of_drawn_at_random(folder: Path, tm
     save_file(weights, copy / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks 1 weights, the first is 'model.norm.weight'"):
         models.load_causal_lm(copy, "fp32", "sdpa")
+
+
+def changed(folder: Path, copy: Path, weights: dict[str, torch.Tensor]) -> Path:
+    """A copy of a folder whose weights are others, or more."""
+    shutil.copytree(folder, copy)
+    save_file({**load_file(copy / "model.safetensors"), **weights}, copy / "model.safetensors", {"format": "pt"})
+    return copy
+
+
+@pytest.mark.parametrize("load", [models.load_causal_lm, models.load_value_model])
+def test_weights_of_another_architecture_are_refused_instead_of_left_out(
+    folder: Path, tmp_path: Path, load: Callable[..., torch.nn.Module], capfd: pytest.CaptureFixture[str]
+) -> None:
+    name = "model.layers.1.self_attn.q_norm.weight"
+    with pytest.raises(CheckpointError, match=f"1 weights in .* fit no parameter of Qwen2.*{name}.*Fix: "):
+        load(changed(folder, tmp_path / "copy", {name: torch.ones(8)}), "fp32", "sdpa")
+    assert "REPORT" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("load", [models.load_causal_lm, models.load_value_model])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused(
+    folder: Path, tmp_path: Path, load: Callable[..., torch.nn.Module], dtype: str, value: float
+) -> None:
+    weight = load_file(folder / "model.safetensors")["model.norm.weight"]
+    weight[-1] = value
+    with pytest.raises(CheckpointError, match=r"not finite, the first in '(model\.)?norm\.weight'. Fix: "):
+        load(changed(folder, tmp_path / "copy", {"model.norm.weight": weight}), dtype, "sdpa")
+
+
+def test_another_head_is_none_of_the_models_layers(folder: Path, tmp_path: Path) -> None:
+    copy = changed(folder, tmp_path / "copy", {"score.weight": torch.ones(1, 32)})
+    models.load_causal_lm(copy, "fp32", "sdpa")
 
 
 def test_the_value_head_starts_at_zero_and_is_read_from_an_exported_critic(folder: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from turnwise.contracts.chat import Message
 from turnwise.data.trajectory import int32
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, one_line
 from turnwise_torch.models import untrusted
 from turnwise_torch.vision import Vision, has_vision
 
@@ -71,8 +71,9 @@ class HfChat:
         self.folder, self._trusted = Path(folder), trust_remote_code
         try:
             self.tokenizer = _load_tokenizer(self.folder, trust_remote_code)
-        except (OSError, ValueError, ImportError, KeyError) as error:
-            reason = untrusted(error) or f"{_first_line(error)}. Fix: save it with save_pretrained"
+        # What stands in a broken folder reaches code that expects anything but that, in Rust too.
+        except Exception as error:
+            reason = untrusted(error) or f"{one_line(error)}. Fix: save it with save_pretrained, or fetch it again"
             raise ConfigError(f"cannot load the tokenizer in {self.folder}: {reason}") from error
         self._vision = Vision(self.folder) if has_vision(self.folder) else None
         self._image_text = (
@@ -92,6 +93,7 @@ class HfChat:
         self._continuations: Recent[tuple[np.ndarray, int]] = Recent()
         self._decoded: Recent[str] = Recent()
         self.stop_ids: tuple[int, ...] = self._find_stop_ids()
+        self._check_vocabulary()
         # What the tokenizer calls special. Tokens that were merely added, such as <think>, are text that environments
         # and patterns read.
         added = {token for token, entry in self._backend.get_added_tokens_decoder().items() if entry.special}
@@ -235,11 +237,12 @@ class HfChat:
                 tokenize=False,
                 **self._args,
             )
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # a template is a program of the folder's, and may fail as any does
+            said = (isinstance(error, jinja2.TemplateError) and error.message) or one_line(error)
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ConfigError(
                 f"the chat template of {self.folder} cannot render a conversation of roles {roles}:"
-                f" {_first_line(error)}. Fix: other messages (the environment's or manager's templates), or another"
+                f" {said}. Fix: other messages (the environment's or manager's templates), or another"
                 " model"
             ) from error
 
@@ -264,8 +267,31 @@ class HfChat:
             path = self.folder / name
             if path.is_file():
                 eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-                stops += eos if isinstance(eos, list) else [eos]
+                ends = eos if isinstance(eos, list) else [eos]
+                if odd := [end for end in ends if end is not None and type(end) is not int]:
+                    raise ConfigError(f"{path} says eos_token_id {odd[0]!r}. Fix: an id, or a list of ids")
+                stops += ends
         return tuple(token for token in dict.fromkeys(stops) if token is not None)
+
+    def _check_vocabulary(self) -> None:
+        """Raise ConfigError for a tokenizer that cuts no text, or is of another model: its ids are beyond the rows of
+        the embedding."""
+        if not self._backend.encode("a", add_special_tokens=False).ids:
+            raise ConfigError(
+                f"the tokenizer in {self.folder} makes no token of a letter. Fix: the tokenizer that the model was"
+                " trained with"
+            )
+        facts = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        size = facts.get("vocab_size") or (facts.get("text_config") or {}).get("vocab_size")
+        # Tokens that were added may lie beyond, as long as nothing writes them.
+        own = self._backend.get_vocab(with_added_tokens=False)
+        written = self._after_sentinel([{"role": "user", "content": "x"}], add_generation_prompt=True)
+        last = max([*own.values(), *self._encode(written, ()).tolist()])
+        if size is not None and last >= size:
+            raise ConfigError(
+                f"the tokenizer in {self.folder} has token {last} ({self.tokenizer.convert_ids_to_tokens(last)!r}), and"
+                f" the model knows {size} by config.json. Fix: the tokenizer that the model was trained with"
+            )
 
     def _plain_messages(
         self, messages: Sequence[Message], images: Sequence[np.ndarray]
@@ -331,7 +357,3 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     if as_it_is:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-_INDEX = "model.safetensors.index.json"
+from turnwise_hf.shards import AGAIN, read_json, weight_problems
+
+_SETTINGS = ("tokenizer_config.json", "generation_config.json")
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
@@ -25,58 +27,19 @@ def folder_problems(folder: Path) -> list[str]:
             f"pretrain: {folder} is not a model folder (it has no config.json). Fix: name a folder in Hugging Face"
             " layout"
         ]
-    facts = _json(config)
-    if not isinstance(facts, dict) or "model_type" not in facts:
-        return [
-            f"pretrain: {config} is not a model's configuration (broken, or without model_type). Fix: fetch or export"
-            " the model again"
-        ]
-    return [*_weight_problems(folder), *_tokenizer_problems(folder)]
+    facts = read_json(config)
+    if not isinstance(facts, dict) or not isinstance(facts.get("model_type"), str):
+        return [f"pretrain: {config} is not a model's configuration (broken, or without model_type). {AGAIN}"]
+    # What is compared with the weights has to be numbers.
+    return [*_size_problems(config, facts)] or [*weight_problems(folder, facts), *_tokenizer_problems(folder)]
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of `folder`: the one, or the shards that its index names (whether there or not), or
-    none."""
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    index = _json(folder / _INDEX)
-    names = index.get("weight_map", {}) if isinstance(index, dict) else {}
-    return [folder / name for name in sorted(set(names.values()))]
-
-
-def header(path: Path) -> dict[str, Any]:
-    """A safetensors file's header: name → dtype, shape, data_offsets. Raises ValueError for a file that is cut short or
-    no such file."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError("cut short, or no safetensors file")
-        entries = json.loads(file.read(length))
-    # The format's one entry that is no tensor.
-    entries.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    if size != 8 + length + end:
-        raise ValueError(f"{size} bytes where its header says {8 + length + end}: cut short")
-    return entries
-
-
-def _weight_problems(folder: Path) -> Iterator[str]:
-    files = weight_files(folder)
-    if not files:
-        old = " (pytorch_model.bin is not read)" if list(folder.glob("pytorch_model*.bin")) else ""
-        yield (
-            f"pretrain: {folder} has no weights as safetensors{old}. Fix: save the model with save_pretrained of a"
-            " recent transformers"
-        )
-    for path in files:
-        if not path.is_file():
-            yield f"pretrain: {folder} lacks the shard {path.name} that its index names. Fix: fetch the folder again"
-            continue
-        try:
-            header(path)
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            yield f"pretrain: cannot read {path}: {error}. Fix: fetch or export the folder again"
+def _size_problems(config: Path, facts: Mapping[str, Any]) -> Iterator[str]:
+    text = facts.get("text_config") or facts
+    for name in _SIZES if isinstance(text, dict) else ():
+        value = text.get(name)
+        if isinstance(value, str | float | bool) or (isinstance(value, int) and value < 1):
+            yield f"pretrain: {config} says {name} {value!r}. Fix: a whole number of at least 1, that of the weights"
 
 
 def _tokenizer_problems(folder: Path) -> Iterator[str]:
@@ -86,14 +49,39 @@ def _tokenizer_problems(folder: Path) -> Iterator[str]:
             " with save_pretrained"
         )
         return
-    settings = _json(folder / "tokenizer_config.json")
-    inside = isinstance(settings, dict) and bool(settings.get("chat_template"))
-    if not inside and not any((folder / name).is_file() for name in _TEMPLATES):
+    broken = [
+        folder / name
+        for name in _SETTINGS
+        if (folder / name).exists() and not isinstance(read_json(folder / name), dict)
+    ]
+    if broken:
+        yield from (f"pretrain: cannot read {path}: no JSON mapping. {AGAIN}" for path in broken)
+        return
+    settings = read_json(folder / "tokenizer_config.json") or {}
+    if not settings.get("chat_template") and not any((folder / name).is_file() for name in _TEMPLATES):
         yield f"pretrain: {folder} has no chat template. Fix: put a Jinja template into it as chat_template.jinja"
+    if (folder / "tokenizer.json").is_file():
+        yield from _token_problems(folder / "tokenizer.json", settings)
 
 
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+def _token_problems(path: Path, settings: Mapping[str, Any]) -> Iterator[str]:
+    content = read_json(path)
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        yield f"pretrain: {path} is no tokenizer (no JSON mapping with a model). {AGAIN}"
+        return
+    end = settings.get("eos_token")
+    if isinstance(end, dict):
+        end = end.get("content")
+    # A token that is added when the tokenizer is loaded is one that the model never saw, so it would never stop.
+    if isinstance(end, str) and "added_tokens_decoder" not in settings and end not in _tokens(content):
+        yield (
+            f"pretrain: {path} has no token {end!r}, which tokenizer_config.json calls the end of a text. Fix: the"
+            " tokenizer that the model was trained with"
+        )
+
+
+def _tokens(content: Mapping[str, Any]) -> set[str]:
+    vocabulary = content["model"].get("vocab") or ()
+    # Pairs of a piece and its score in a Unigram model, else a mapping to ids.
+    pieces = {pair[0] for pair in vocabulary if pair} if isinstance(vocabulary, list) else set(vocabulary)
+    return pieces | {token["content"] for token in content.get("added_tokens") or () if "content" in token}

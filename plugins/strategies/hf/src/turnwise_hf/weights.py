@@ -15,7 +15,7 @@ from torch import nn
 
 from turnwise.errors import EngineError, listed
 from turnwise_hf.decoding import decode, prefill
-from turnwise_hf.folder import weight_files
+from turnwise_hf.shards import weight_files
 from turnwise_torch.experts import CheckpointForm
 from turnwise_torch.stream import Bucket, units
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as hf_logging
 
-from turnwise.errors import CheckpointError, TrainerError, did_you_mean, listed
+from turnwise.errors import CheckpointError, TrainerError, did_you_mean, listed, one_line
 from turnwise_torch.guard import is_out_of_memory
 from turnwise_torch.microbatch import MicroBatch, plain
 from turnwise_torch.packing import Packing, packed_mask, varlen
@@ -39,8 +42,9 @@ def load_causal_lm(folder: Path, dtype: str, attn_implementation: str, trust_rem
     """The causal language model in `folder`, on the CPU, in evaluation mode, parameters in `dtype` (bf16, fp16, fp32,
     fp64).
 
-    Raises CheckpointError if the folder is missing, is not a model, lacks weights of the model, or needs Python code of
-    its own that is not to run (`trust_remote_code`).
+    Raises CheckpointError if the folder is missing, is not a model, lacks weights of the model or holds those of
+    another, holds weights that are not finite, or needs Python code of its own that is not to run
+    (`trust_remote_code`).
     """
     auto = AutoModelForImageTextToText if has_vision(folder) else AutoModelForCausalLM
     return _load(auto, folder, dtype, attn_implementation, trust_remote_code)
@@ -229,19 +233,63 @@ def _load(auto: Any, folder: Path, dtype: str, attn_implementation: str, trust_r
     try:
         with quiet():
             model, info = auto.from_pretrained(folder, **options)
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+    # What stands in a broken folder reaches code that expects anything but that.
+    except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise CheckpointError(f"cannot load the model in {folder}: {untrusted(error) or first_line(error)}") from error
-    # transformers fills what is missing with random values and goes on.
+        raise CheckpointError(f"cannot load the model in {folder}: {_why(error)}") from error
+    _check_loaded(model, info, folder)
+    # Without dropout: old and new log-probs of unchanged weights have to be equal.
+    return model.eval()
+
+
+def _why(error: Exception) -> str:
+    """The reason and the fix, for a folder that transformers does not load."""
+    if refused := untrusted(error):
+        return refused
+    if "ignore_mismatched_sizes" in str(error):
+        return "its weights have other shapes than config.json says. Fix: the config.json of these weights"
+    return f"{one_line(error)}. Fix: fetch or export the folder again, or name another pretrain"
+
+
+def _check_loaded(model: nn.Module, info: Mapping[str, Any], folder: Path) -> None:
+    """Raise CheckpointError if the weights are not this model's: transformers fills what is missing with random values,
+    leaves out what fits nowhere, and goes on."""
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise CheckpointError(
             f"the model in {folder} lacks {len(missing)} weights, the first is {missing[0]!r}. Fix: fetch or export the"
             " folder again"
         )
-    # Without dropout: old and new log-probs of unchanged weights have to be equal.
-    return model.eval()
+    # What lies outside of the layers is another head, or a tower that this class of models does not have.
+    if strange := sorted(name for name in info["unexpected_keys"] if _in_layers(model, name)):
+        raise CheckpointError(
+            f"{len(strange)} weights in {folder} fit no parameter of {type(model).__name__}, the first is"
+            f" {strange[0]!r}: they are of another architecture. Fix: the config.json of these weights"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or not parameter.numel():
+            continue
+        # NaN is both the least and the most; one pass, and no memory beside the tensor's.
+        if not all(math.isfinite(float(bound)) for bound in torch.aminmax(parameter.detach())):
+            raise CheckpointError(
+                f"the model in {folder} holds weights that are not finite, the first in {name!r}. Fix: fetch or export"
+                " the folder again, or an earlier checkpoint of that run"
+            )
+
+
+def _in_layers(model: Any, name: str) -> bool:
+    """Whether a weight would belong to the layers of this model, by the name of what holds them."""
+    owner, found, _ = f".{name}".partition(".layers.")
+    path = owner.removeprefix(".")
+    # A backbone alone; files have its weights as those of a whole model.
+    if not hasattr(model, model.base_model_prefix):
+        path = path.removeprefix(model.base_model_prefix).removeprefix(".")
+    try:
+        model.get_submodule(f"{path}.layers".removeprefix("."))
+    except AttributeError:
+        return False
+    return bool(found)
 
 
 def untrusted(error: BaseException) -> str:
@@ -258,13 +306,27 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+class _NoReport(logging.Filter):
+    """transformers' table of weights that are missing or too many: `_check_loaded` says so in a line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is none."""
+        return not re.search("LOAD REPORT|checkpoint seem corrupted", record.getMessage())
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars of transformers meanwhile."""
-    shown = hf_logging.is_progress_bar_enabled()
+    """No progress bars of transformers meanwhile, and no report of what was loaded."""
+    shown, logger, without = (
+        hf_logging.is_progress_bar_enabled(),
+        hf_logging.get_logger("transformers.modeling_utils"),
+        _NoReport(),
+    )
     hf_logging.disable_progress_bar()
+    logger.addFilter(without)
     try:
         yield
     finally:
+        logger.removeFilter(without)
         if shown:
             hf_logging.enable_progress_bar()
