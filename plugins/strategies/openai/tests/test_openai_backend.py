@@ -146,6 +146,13 @@ def test_what_may_pass_is_tried_again(serve: Serve) -> None:
     assert len(endpoint.seen) == 3
 
 
+@pytest.mark.parametrize("wait", ["nan", "-1", "soon", "1e-3"])
+def test_whatever_wait_an_endpoint_asks_for_the_request_is_sent_again(serve: Serve, wait: str) -> None:
+    answers: Iterator[Any] = iter([(429, {}, {"Retry-After": wait}), (200, said("Down"))])
+    endpoint = serve(lambda told: next(answers))
+    assert one(endpoint.url, ask()).text == "Down"
+
+
 @pytest.mark.parametrize(
     ("status", "content", "times", "payload"),
     [

@@ -11,7 +11,9 @@ from attrs import frozen
 from turnwise.errors import ConfigError
 
 SPLITS = ("all", "train", "val", "test")
+# Draws until options that allow no such map are reported.
 MAX_DRAWS = 10_000
+# More than the groups of a step, whose members reset one after the other.
 CACHED_LEVELS = 4096
 
 
@@ -55,6 +57,7 @@ def make_level(seed: int, size: int, p: float, random_start_goal: bool, split: s
             if len(free) < 2:
                 continue
             first = int(rng.integers(len(free)))
+            # Never the same cell, by one draw.
             second = (first + 1 + int(rng.integers(len(free) - 1))) % len(free)
             start, goal = free[first], free[second]
         else:

@@ -13,6 +13,7 @@ from turnwise.contracts.player import Player, chosen
 from turnwise.data.trajectory import Generation
 from turnwise.errors import EngineError
 
+# What frozen_lake's observation `relative` says.
 _SENTENCE = re.compile(r"The goal is ((?:\d+ (?:down|up))?\s?(?:\d+ (?:left|right))?)\.")
 
 

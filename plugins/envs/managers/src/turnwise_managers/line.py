@@ -80,6 +80,7 @@ class Line:
         if said is None:
             *others, last = self.world.messages()
             if not self.world.steps:
+                # Those at the front of the first observation stand in `head` already.
                 others = others[len(self.world.system) :]
             self.shown.append([*others, {**last, "content": self._dressed(last["content"])}])
         elif isinstance(said, list) and said and "role" in said[0]:
@@ -140,6 +141,8 @@ class Line:
             system: list[Message] = (
                 [] if self.rules.system is None else [{"role": "system", "content": self.rules.system}]
             )
+            # Raises where the run's own system message is what the chat refuses: a mistake of the configuration, not of
+            # an observation.
             self.chat.render([*system, {"role": "user", "content": "x"}])
             raise EnvironmentFailure(
                 f"{self.world.episode.tag} showed what the model's chat cannot: {error}"
@@ -155,6 +158,7 @@ class Line:
         `extended`."""
         prompt = self.prompts.of(self)
         if prompt.ids is not None and len(prompt.ids) > self.prompts.longest(self):
+            # Every message shown belongs to a call, and this one is not made.
             self.shown.pop()
             self.stop = "length"
             return False
@@ -174,6 +178,7 @@ class Line:
                 response_ids=ids,
                 response_mask=np.ones(len(ids), np.bool_),
                 logprobs=None if generation.logprobs is None else float32(generation.logprobs),
+                # −1: the backend counts no versions.
                 versions=np.full(len(ids), -1, np.int32) if generation.versions is None else int32(generation.versions),
                 reward=self._owed,
                 # A draft is not compared with the answer after it, though both answer one state.
@@ -252,6 +257,7 @@ class Line:
         most = min(episode.limits.max_new_tokens, episode.limits.max_tokens_per_step)
         if prompt.ids is not None:
             most = min(most, episode.limits.sequence_length - len(prompt.ids))
+        # Counted over all lines of a world: request seeds derive from it, and two lines must not share one.
         number, world.calls = world.calls, world.calls + 1
         generation = await self.sampler.generate(
             turn=number,

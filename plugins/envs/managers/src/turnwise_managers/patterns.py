@@ -27,6 +27,7 @@ def without_thinking(text: str) -> str:
     A block that the chat template opened in the prompt has its end alone, one that was cut has its beginning alone:
     both are thinking.
     """
+    # Whole blocks first: a leftover end then belongs to the prompt, a leftover beginning to a cut.
     for pattern in (_CLOSED, _BEGUN_IN_THE_PROMPT, _UNFINISHED):
         text = pattern.sub("", text)
     return text
@@ -46,6 +47,7 @@ class ActionFinder:
         look for it."""
         text, strip = config.action_pattern, config.strip_thinking
         if strip is None:
+            # A pattern that asks for <think> would find nothing where it was taken out before.
             strip = text is not None and "think" not in text
         return cls(None if text is None else regex.compile(text, regex.DOTALL), config.match, strip)
 

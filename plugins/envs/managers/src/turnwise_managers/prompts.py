@@ -46,6 +46,7 @@ class Growing:
         if self.history == "single_turn":
             added = line.chat.continue_text(so_far, self._continuation(line, shown))
         else:
+            # The sampled tokens themselves go on: encoding their text again could give others.
             added = line.extended(so_far, shown)
         return Prompt(int32(np.concatenate([so_far, added])), None, last.images + images)
 
@@ -53,6 +54,7 @@ class Growing:
         """The prompt, compared with a rendering of the same conversation from its messages."""
         prompt, spoken = self._ids(line), self._messages(line)
         assert prompt.ids is not None and spoken.messages is not None
+        # The last message is unfinished: what the template writes around a whole one must not be compared.
         inside = spoken.messages.pop()["content"] if self.history == "single_turn" and line.turns else ""
         rendered = line.rendered(spoken.messages)
         if inside:

@@ -43,6 +43,7 @@ def sample_of(turns: Mapping[int, Turn]) -> Sample | None:
     for index, turn in turns.items():
         if not turn.response_mask.any():
             continue
+        # Messages went out: without a prompt's ids there is nothing to train on.
         if not len(turn.prompt_ids):
             return None
         place = np.arange(len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.response_ids))[turn.response_mask]

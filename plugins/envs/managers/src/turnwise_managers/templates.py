@@ -27,6 +27,7 @@ PLACEHOLDERS = (
     "history",
 )
 
+# `{{name}}` first: else its inner part would be read as a placeholder.
 _BRACED = re.compile(r"\{\{(?P<plain>[A-Za-z_]\w*)\}\}|\{(?P<name>[A-Za-z_]\w*)\}")
 
 
@@ -67,6 +68,7 @@ def _format_pieces(text: str) -> list[tuple[str, str | None]] | None:
         fields = list(Formatter().parse(text))
     except ValueError:
         return None
+    # Other names, `{x!r}` and `{x:3}`: the text is JSON or code with braces of its own.
     if any(
         name is not None and (name not in PLACEHOLDERS or spec or conversion) for _, name, spec, conversion in fields
     ):

@@ -69,6 +69,7 @@ class World:
         observation, reward, terminated, truncated, info = await self.episode.environment.step(action, response)
         self.steps += 1
         metrics = self._take(observation, info)
+        # An environment that reports both has ended by itself.
         self.ended = "terminated" if terminated else "truncated" if truncated else None
         return reward, metrics
 
@@ -148,6 +149,7 @@ class World:
             raise EnvironmentFailure(
                 f"{self.episode.tag} showed an image that is {was}. Fix: a uint8 array of height × width × 3."
             )
+        # With the shape: the same bytes in other rows are another image.
         content = (image.shape, hashlib.blake2b(image.tobytes()).digest())
         if content not in self._by_content:
             stored = self._by_content[content] = np.array(image, order="C")

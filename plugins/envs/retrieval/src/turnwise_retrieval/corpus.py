@@ -53,6 +53,7 @@ class Corpus:
 @lru_cache(maxsize=16)
 def make_corpus(seed: int, documents: int, shortest: int, longest: int) -> Corpus:
     """The corpus of these options. Lengths are drawn log-uniformly from [shortest, longest]: a long tail."""
+    # With their number: a corpus of more documents is another one, not the same with some added.
     rng = np.random.default_rng([seed, documents])
     combined = [f"{a}{b}{c}".capitalize() for a in SYLLABLES for b in SYLLABLES for c in SYLLABLES]
     names = tuple(combined[i] for i in rng.choice(len(combined), documents, replace=False))

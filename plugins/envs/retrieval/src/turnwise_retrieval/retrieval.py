@@ -19,7 +19,9 @@ from turnwise_retrieval.words import RELATIONS, THE_TEACHER_OF
 SPLITS = ("all", "train", "val", "test")
 FREE_TEXT = ("invalid", "search")
 _ACTION = re.compile(r"\s*(search|answer)\s*:(.*)", re.IGNORECASE | re.DOTALL)
+# Draws until a split that the corpus cannot fill is reported.
 _DRAWS = 1000
+# Characters of a document, which may be long.
 _RENDERED = 400
 
 
@@ -171,6 +173,7 @@ class Retrieval:
         self._shown = tuple(documents)
         self._seen.update(documents)
         for document in documents:
+            # Whoever has been read about may be searched for: the legal actions give away no other name.
             self._known += [one for one in (document, self.corpus.teachers[document]) if one not in self._known]
         self._observation = "\n\n".join(text_of(self.corpus, document) for document in documents) or "Nothing found."
 

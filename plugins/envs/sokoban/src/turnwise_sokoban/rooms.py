@@ -14,6 +14,7 @@ from turnwise.errors import ConfigError
 SPLITS = ("all", "train", "val", "test")
 MAX_ROOMS = 2_000
 CACHED_ROOMS = 4096
+# Some layouts leave boxes that no pull can move.
 LAYOUTS_PER_ROOM = 8
 WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = range(7)
 """The field's codes of what a cell shows, the keys of `grid_lookup`."""

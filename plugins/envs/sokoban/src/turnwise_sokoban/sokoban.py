@@ -15,6 +15,7 @@ from turnwise_sokoban.rooms import SPLITS, Room, codes, make_room
 
 # The order of Room.steps.
 ACTIONS = ("Up", "Down", "Left", "Right")
+# gym-sokoban's.
 ON_TARGET, OFF_TARGET, SOLVED = 1.0, -1.0, 10.0
 _INDEX = {name.lower(): i for i, name in enumerate(ACTIONS)}
 

@@ -39,5 +39,6 @@ class Gae:
         # Else the value after a trajectory's last token would be that of the next trajectory's first.
         following[run_ends(owner) - 1] = 0.0
         deltas = normalised_token_rewards(batch, self.normalization)[along] + self.gamma * following - values
+        # A sum of temporal differences discounted by γλ is a return with another discount.
         advantages = discounted_sums(deltas, owner, self.gamma * self.lambd)
         return sampled_to_tokens(batch, advantages), sampled_to_tokens(batch, advantages + values)

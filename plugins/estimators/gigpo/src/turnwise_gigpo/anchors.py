@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+# Without float, whose NaN equals nothing.
 PLAIN = frozenset({str, int, bool, bytes, type(None)})
 """Types whose values are hashable and compare as one expects, once the type stands beside them."""
+# Less costs more to hash than to keep.
 SMALL = 64
 """Bytes of an array that are kept as they are."""
 
@@ -30,6 +32,7 @@ def anchor_groups(anchors: np.ndarray, group: np.ndarray, similarity_threshold: 
     labels: np.ndarray = where.astype(np.int64) * max(1, len(keys)) + codes
     if similarity_threshold is None:
         return labels
+    # Texts are compared once for each pair of group and state, however often it was visited.
     distinct, first, back = np.unique(labels, return_index=True, return_inverse=True)
     texts: dict[int, list[int]] = {}
     # In the order in which a pair is met first, which decides the greedy clusters; np.unique sorted them by label.
@@ -111,6 +114,7 @@ def anchor_key(anchor: Any) -> Hashable:
         return kind, anchor
     if isinstance(anchor, np.ndarray):
         content = anchor_key(anchor.tolist()) if anchor.dtype.hasobject else _content(anchor)
+        # Arrays of objects have no bytes to speak of: their entries are keyed one by one.
         return kind, anchor.dtype.str, anchor.shape, content
     if isinstance(anchor, float | np.floating):
         return kind, "nan" if np.isnan(anchor) else anchor  # a NaN equals nothing, not even itself

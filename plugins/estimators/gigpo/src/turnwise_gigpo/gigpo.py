@@ -38,6 +38,7 @@ class Gigpo:
         be compared."""
         config, owner = self.config, batch.turns["trajectory"]
         episode = normalise_scores(batch, self.normalization)
+        # Over turns and not over tokens: a state is compared by what follows from it.
         returns = discounted_sums(batch.turns["reward"], owner, config.step_reward_gamma)
         group = batch.trajectories["traj_group_id"][owner]
         same_state = anchor_groups(batch.turns["anchor"], group, config.similarity_threshold)

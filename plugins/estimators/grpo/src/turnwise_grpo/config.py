@@ -49,6 +49,7 @@ class StepConfig:
     def check(self, run: Any) -> Iterator[Problem]:
         """`gamma` discounts tokens, which this estimator does not; without a KL penalty in the reward nothing reads
         it."""
+        # gamma discounts the KL penalty in the reward, token by token, beside this estimator's turns.
         if run.gamma != 1.0 and run.init_kl_coef == 0:
             yield Problem(
                 "step_reward_gamma",

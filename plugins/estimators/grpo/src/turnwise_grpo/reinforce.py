@@ -25,6 +25,7 @@ class Reinforce:
     def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """(advantages, returns), float64 [T]; the advantages are the returns."""
         rewards = normalised_token_rewards(batch, self.normalization)[batch.sampled]
+        # Along sampled tokens alone, so that neither observations nor the cut into rows count.
         returns = sampled_to_tokens(
             batch, discounted_sums(rewards, batch.tokens["trajectory"][batch.sampled], self.gamma)
         )

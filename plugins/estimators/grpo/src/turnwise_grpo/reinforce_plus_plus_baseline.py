@@ -20,6 +20,7 @@ class ReinforcePlusPlusBaseline:
     whiten: bool = True
 
     def __init__(self, config: ScoreConfig, context: EstimatorContext) -> None:
+        # None by default: the group's mean is taken off below, and σ by whitening.
         self.normalization = settle(config.reward_normalization, method="identity")
 
     def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:

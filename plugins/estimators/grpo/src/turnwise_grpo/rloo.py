@@ -22,6 +22,7 @@ class Rloo:
     whiten: bool = False
 
     def __init__(self, config: ScoreConfig, context: EstimatorContext) -> None:
+        # None by default: the mean of the others is the normalisation.
         self.normalization = settle(config.reward_normalization, method="identity")
 
     def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:

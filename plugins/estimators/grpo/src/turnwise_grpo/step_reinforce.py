@@ -28,4 +28,5 @@ class StepReinforce:
         """(advantages, returns), float64 [T]; the returns are R_t before normalisation."""
         returns = discounted_sums(batch.turns["reward"], batch.turns["trajectory"], self.gamma)
         advantages = normalise_turns(batch, returns, self.normalization)
+        # The returns as they are: metrics show what was earned.
         return turns_to_tokens(batch, advantages), turns_to_tokens(batch, returns)

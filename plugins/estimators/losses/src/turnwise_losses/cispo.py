@@ -19,5 +19,6 @@ class CispoLoss:
         """Loss [R]; metric `clip_frac`: 1 where a bound changed the token's loss."""
         ratio = view.log_ratio.detach().exp()
         weight = ratio.clamp(*self.bounds)
+        # Compared exactly, unlike in tis: by default no bound is near the ratio of 1 that on-policy tokens have.
         changed = (weight != ratio) & (view.advantages != 0)
         return -weight * view.advantages * view.log_probs, {"clip_frac": changed.to(ratio.dtype)}

@@ -83,6 +83,7 @@ class CispoConfig:
     """How far below and above 1 the weight may lie (ROLL: .1 and .1)."""
 
     capabilities: ClassVar[LossCapabilities] = LossCapabilities()
+    # With 1 below, only the upper bound acts: a ratio is never negative.
     cispo_epsilon_low: float = field(default=1.0, validator=_not_negative)
     cispo_epsilon_high: float = field(default=4.0, validator=_not_negative)
 
@@ -100,6 +101,7 @@ class GspoConfig:
     """`gspo_level`: a ratio per `segment` (turn) or per `sample` (row)."""
 
     capabilities: ClassVar[LossCapabilities] = LossCapabilities(own_ratio=True)
+    # Means over a whole turn lie much closer to 1 than tokens' ratios do: the paper's bounds.
     gspo_clip_low: float = field(default=3e-4, validator=_positive)
     gspo_clip_high: float = field(default=4e-4, validator=_positive)
     gspo_level: Literal["segment", "sample"] = "segment"

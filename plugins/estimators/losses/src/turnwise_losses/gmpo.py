@@ -29,5 +29,6 @@ class GmpoLoss:
         sign = advantages.sign()
         d = token_log_ratio(view)
         bounded = sign * torch.minimum(sign * d, sign * d.clamp(-self.clip, self.clip))
+        # Where A = 0 there is no side to bound, and no loss to change.
         changed = (bounded != d).detach() & (sign != 0)
         return -advantages * segment_means(bounded, segment).exp(), {"clip_frac": changed.to(d.dtype)}

@@ -23,6 +23,7 @@ class GspoLoss:
 
     def loss(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss [R]; metric `clip_frac`: 1 where a bound changed the token's loss."""
+        # From the tokens' own differences: `view.log_ratio` may be of segments already.
         mean = segment_means(token_log_ratio(view).detach(), segments_of(view, self.level))
         # The segment's ratio by value, the token's own log-prob by gradient.
         ratio = (mean + view.log_probs - view.log_probs.detach()).exp()

@@ -17,4 +17,5 @@ class Kimi15Loss:
 
     def loss(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss [R], no metrics."""
+        # The square is not clamped: it is what pulls a token back that has gone far.
         return -view.advantages * view.log_probs + self.tau / 2 * (view.log_probs - view.old_log_probs).square(), {}

@@ -26,6 +26,7 @@ class PpoLoss:
         """Loss [R]; metric `clip_frac`: 1 where one of the clips changed the token's loss, else 0."""
         ratio, advantages = view.log_ratio.exp(), view.advantages
         plain = -ratio * advantages
+        # −min(a, b) is max(−a, −b).
         loss = torch.maximum(plain, -ratio.clamp(1 - self.low, 1 + self.high) * advantages)
         # Where A < 0 the clipped surrogate still grows with ρ without bound; this ends it at c·|A|.
         if self.dual_c is not None:

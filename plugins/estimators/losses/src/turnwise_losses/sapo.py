@@ -19,5 +19,6 @@ class SapoLoss:
     def loss(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss [R], no metrics."""
         ratio, advantages = view.log_ratio.exp(), view.advantages
+        # 4/τ below makes up for the sigmoid's slope of τ/4 at 0.
         tau = torch.where(advantages > 0, ratio.new_tensor(self.positive), ratio.new_tensor(self.negative))
         return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, {}

@@ -26,6 +26,7 @@ class ToprLoss:
         """Loss [R]; metrics `clip_frac` (1 where the bound changed the token's loss) and `topr_positive_frac`."""
         positive = view.extras["scores"] > 0 if self.by_score else view.extras["trajectory_advantages"] >= 0
         ratio = view.log_ratio.detach().exp()
+        # Constant: the ratio's own gradient would turn the policy gradient into a surrogate.
         weight = torch.where(positive, self.positive, self.negative * ratio.clamp(0, 1))
         changed = ~positive & (ratio > 1 + ROUNDING) & (view.advantages != 0)
         metrics = {"clip_frac": changed.to(ratio.dtype), "topr_positive_frac": positive.to(ratio.dtype)}

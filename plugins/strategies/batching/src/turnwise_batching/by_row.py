@@ -40,6 +40,7 @@ class Delete:
 
     def updates(self, rows: int) -> int:
         """N/U, rounded down, and at least one."""
+        # Fewer rows than a unit are filled up to one.
         return max(1, rows // self.unit)
 
 

@@ -32,6 +32,7 @@ class ByTrajectory:
             return []
         # Trajectories without rows are dealt too: how many arrived decides, not how many turns they have.
         dealt = np.random.default_rng(rows.seed).permutation(rows.trajectories)
+        # The inverse of `dealt`: at which place each trajectory was dealt.
         place = np.empty(rows.trajectories, np.int64)
         place[dealt] = np.arange(rows.trajectories)
         first_of_part = np.cumsum([0] + [len(part) for part in np.array_split(dealt, self.parts)])

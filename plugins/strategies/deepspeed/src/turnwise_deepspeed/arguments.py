@@ -58,6 +58,8 @@ def engine_config(config: DeepspeedConfig, context: TrainContext) -> dict[str, A
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": config.zero_force_ds_cpu_optimizer,
         "train_micro_batch_size_per_gpu": 1,  # of no effect but on DeepSpeed's own throughput counter: sizes vary
+        # Its number of micro-batches is fixed, ours varies from update to update (see FIXED): `step` is called once for
+        # all.
         "gradient_accumulation_steps": 1,
         # At stage 0 in fp32 DeepSpeed would clip without reporting the norm: the strategy clips.
         "gradient_clipping": 0.0 if stage == 0 and context.dtype == "fp32" else context.max_grad_norm,
@@ -65,6 +67,8 @@ def engine_config(config: DeepspeedConfig, context: TrainContext) -> dict[str, A
     if context.trainable and context.dtype == "bf16":
         settings["bf16"] = {"enabled": True}
         if stage > 0:
+            # By default DeepSpeed sums micro-batches in the model's 16 bits. Stage 0 takes no other dtype
+            # (NotImplementedError).
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings
 
@@ -129,6 +133,7 @@ class _Recording(dict[str, Any]):
     """A dictionary that remembers for which keys it was asked, copies included: those are the names that a parser
     knows."""
 
+    # On the class: DeepSpeed's parser copies its dictionary, and what the copies are asked for counts, too.
     asked: ClassVar[set[str]] = set()
 
     def __contains__(self, key: object) -> bool:
@@ -164,6 +169,7 @@ def _unknown(config: DeepspeedConfig, context: TrainContext, where: str) -> Iter
         parsed = False
         yield Problem(where, f"DeepSpeed refuses it: {' '.join(str(error).split()) or type(error).__name__}")
     if parsed:  # an error ends the reading, and what was not read yet would look unknown
+        # The run's own keys were left out of what the parser saw, so it cannot have asked for all of them.
         known = _Recording.asked | set(OURS) | set(OTHER_FORMS)
         names = known | {attribute.name for attribute in attrs.fields(DeepspeedConfig)}
         for name in config.engine_args:

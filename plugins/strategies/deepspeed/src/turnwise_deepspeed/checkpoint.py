@@ -22,11 +22,13 @@ from turnwise_torch.state import read_state, write_state
 
 TAG = "deepspeed"
 _FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+# What torch and DeepSpeed raise of files that are cut short or damaged.
 _BROKEN = (OSError, RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, AssertionError)
 
 
 def facts(model: nn.Module, context: TrainContext, stage: int) -> dict[str, str]:
     """What a state belongs to. `model` still has its whole parameters."""
+    # By names and shapes and not by the folder: the same model may have moved.
     shapes = "\n".join(f"{name} {list(p.shape)} {p.requires_grad}" for name, p in model.named_parameters())
     return {
         "processes": str(context.ranks.size),
@@ -104,6 +106,7 @@ def _tensors_and_numbers_alone() -> Iterator[None]:
     before = os.environ.get(_FORCED)
     os.environ[_FORCED] = "1"
     try:
+        # What DeepSpeed's own checkpoints hold beside tensors and numbers.
         with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
             yield
     finally:

@@ -41,6 +41,7 @@ def build_optimizer(
 
         prepare_cpu_adam()
         return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=0.0, betas=betas, eps=config.eps, adamw_mode=True)
+    # The rate comes with every step (DeepspeedStrategy._optimize).
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.eps)
 
 
@@ -49,6 +50,8 @@ def set_masters(deepspeed: Any, engine: Any, stage: int, starts: Mapping[nn.Para
     """Give the fp32 masters of 16-bit parameters these values: DeepSpeed starts them from the rounded ones."""
     if stage > 0:
         for parameter, value in starts.items():
+            # From stage 1 on masters are cut and flattened over the ranks: DeepSpeed's own function finds a parameter's
+            # part.
             deepspeed.utils.safe_set_full_fp32_param(parameter, value.to(parameter.device))
         return
     optimizer = engine.optimizer
@@ -66,6 +69,7 @@ def drop_gradients(engine: Any) -> None:
     optimizer = engine.optimizer
     optimizer.zero_grad()
     engine.zero_grad()
+    # Where each stage keeps sums differs, and DeepSpeed names no method that clears all: what is there is emptied.
     if hasattr(optimizer, "clear_hp_grads"):
         optimizer.clear_hp_grads()
     for name in ("averaged_gradients", "all_grad_tensors"):

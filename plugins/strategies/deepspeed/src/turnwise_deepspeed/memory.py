@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Where ZeRO-3 keeps a parameter's part while the parameter itself is empty; the second one is ZeRO++'s (hpZ).
 _PARTITIONS = ("ds_tensor", "ds_secondary_tensor")
 _WALKED = ("deepspeed.", "torch.optim.")
 

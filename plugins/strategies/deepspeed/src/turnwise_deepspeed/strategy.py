@@ -69,6 +69,7 @@ class DeepspeedStrategy(ModelStrategy):
             self.model = self._load_model()
             # Before `_start`, after which stage 3 shows parameters of shape [0].
             self._facts = checkpoint.facts(self.model, context, self.stage)
+            # A frozen model needs DeepSpeed's engine only where it is sharded.
             if context.trainable or self.stage == 3:
                 self._start()
             else:
@@ -99,6 +100,7 @@ class DeepspeedStrategy(ModelStrategy):
             models.check_packing(model)
         lora.choose_trained(model, context)
         # Written while parameters are whole: stage 3 leaves nothing of them to copy into.
+        # In place of PEFT's own values, which depend on the global random state.
         adapters = dict(model.named_parameters())
         for name, value in lora.initial_values(model, context.seed).items():
             adapters[name].data.copy_(value)
@@ -122,6 +124,7 @@ class DeepspeedStrategy(ModelStrategy):
                 module=caller, config_dict_or_path=settings, dtype=models.torch_dtype(self.context.dtype)
             )
         self.engine = self._deepspeed.initialize(model=caller, optimizer=optimizer, config=settings)[0]
+        # Without dropout: old and new log-probs of unchanged weights have to be equal.
         self.engine.eval()
         if self.context.dtype == "bf16":
             masters.set_masters(self._deepspeed, self.engine, self.stage, starts)
@@ -146,17 +149,21 @@ class DeepspeedStrategy(ModelStrategy):
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         """DeepSpeed takes the mean over ranks, the objective is a sum."""
+        # One call for each micro-batch, and one `step` for all: coefficients hold the denominator, so nothing may be
+        # divided by a number of micro-batches (scale_wrt_gas).
         self.engine.backward(loss * self.context.ranks.size, scale_wrt_gas=False)
 
     def _optimize(self, lr: float) -> float:
         """DeepSpeed exchanges gradients, measures, clips and moves the weights in one call, or finds a norm that is not
         finite and moves nothing; in which case it gives no norm."""
+        # The schedule is the pipeline's: DeepSpeed was given none, and optimizers start at rate 0.
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
         # Stage 0 in fp32: torch's optimizer as it is, for which DeepSpeed has no norm; the hook of `_start` took it.
         if self.engine.optimizer is self.engine.basic_optimizer:
             return self._norm
+        # A stage with an optimizer of DeepSpeed's own finds an overflow itself and then skips the step.
         return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else math.inf
 
     def _clip_ourselves(self) -> None:
@@ -196,6 +203,7 @@ class DeepspeedStrategy(ModelStrategy):
         if self.context.trainable:
             masters.drop_gradients(self.engine)
             dropped = memory.gradients(self.engine, self.device)
+        # After the gradients are dropped: what they held needs no copy in main memory.
         self._parked = Parked(memory.states(self.model, self.engine, self.device), dropped)
         release(self.device)
 

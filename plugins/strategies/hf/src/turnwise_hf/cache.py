@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+# Growing copies the whole cache: by less it would be copied at almost every token.
 _ROOM = 32
 """Positions added when a cache is full, at least: decoding does not reserve the longest response for every row."""
 

@@ -25,6 +25,7 @@ from turnwise_torch.vision import Vision, has_vision
 
 _SENTINEL = "turnwise7b1d5e"
 """Stands for the sampled response in a rendered conversation. No white space and no marks: no template strips or cuts it."""
+# Entries of a cache, and ids in all of them: 8 million ids of 4 bytes are 32 MB.
 _CACHED = 16384
 _CACHED_TOKENS = 8_000_000
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class Recent(Generic[T]):
     def put(self, key: Hashable, value: T, size: int) -> T:
         """Remember `value`, and return it."""
         with self._lock:
+            # The same key may come twice, from two threads that both missed it: its old size must not be counted on.
             self._size += size - self._entries.pop(key, (value, 0))[1]
             self._entries[key] = (value, size)
             while len(self._entries) > _CACHED or self._size > _CACHED_TOKENS:
@@ -115,10 +117,12 @@ class HfChat:
             # Tokenizer and what was decoded are shared: only what the template writes differs.
             known = copy.copy(self)
             known._args, known._rendered, known._continuations = wanted, Recent(), Recent()
+            # Two threads may make the same one: the first that is stored stays.
             known = self._variants.setdefault(key, known)
         return known
 
     def _check_args(self, args: Mapping[str, Any]) -> None:
+        # transformers passes what it does not know to the template: a name of its own would change the call instead.
         taken = inspect.signature(self.tokenizer.apply_chat_template).parameters
         for name in args:
             problem = ""
@@ -141,6 +145,7 @@ class HfChat:
         """int32 ids of the conversation, ending with the header of the assistant's turn to come. Raises ConfigError
         (template, images)."""
         plain, counts = self._plain_messages(messages, images)
+        # Images count by their number of tokens: with equal texts and counts the ids are equal, whatever the pixels.
         key = (_key(plain), counts, json.dumps(list(tools)) if tools else None)
         ids = self._rendered.get(key)
         if ids is None:
@@ -184,6 +189,7 @@ class HfChat:
         key = (ids.tobytes(), special)
         text = self._decoded.get(key)
         if text is None:
+            # By our own list: a token that stops need not be special to the tokenizer.
             kept = ids if special else ids[~np.isin(ids, self._special)]
             text = self._decoded.put(key, self._backend.decode(kept.tolist(), skip_special_tokens=False), len(ids))
         return text
@@ -247,6 +253,7 @@ class HfChat:
             ) from error
 
     def _after_sentinel(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        # A user's message first: many templates refuse a conversation that the assistant begins.
         conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _SENTINEL}, *messages]
         text = self._template(conversation, add_generation_prompt=add_generation_prompt)
         _, found, after = text.partition(_SENTINEL)
@@ -262,6 +269,7 @@ class HfChat:
         special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
         # The first special token after the assistant's content, if the template closes turns with one.
         closing = self._encode(self._after_sentinel([], add_generation_prompt=False))
+        # One alone: what a template writes after it (a line break) is not sampled.
         stops = [*[token for token in closing.tolist() if token in special][:1], self.tokenizer.eos_token_id]
         for name in ("generation_config.json", "config.json"):
             path = self.folder / name
@@ -305,6 +313,7 @@ class HfChat:
         plain: list[Message] = []
         counts: list[int] = []
         for message in messages:
+            # A message of tool calls may have none.
             content = message.get("content")
             if not isinstance(content, list):
                 plain.append({**message, "content": self._text(content)} if isinstance(content, str) else message)
@@ -323,6 +332,7 @@ class HfChat:
 
     def _text(self, text: str) -> str:
         """`text` without the image token: a response that held one, shown again as history, is no image."""
+        # Or the template's text would hold more image tokens than there are images.
         return text if self._image_text is None else text.replace(self._image_text, "")
 
     def _no_images(self) -> ConfigError:

@@ -111,6 +111,7 @@ def _value_problem(key: str, value: Any) -> str:
 
 def _relation_problems(recipe: Recipe) -> list[str]:
     problems = []
+    # Rotary embeddings turn pairs of numbers: a head is of even width.
     if recipe.hidden_size % (2 * recipe.num_heads):
         problems.append(
             f"pretrain.recipe: hidden_size {recipe.hidden_size} is not an even multiple of num_heads"
@@ -122,6 +123,7 @@ def _relation_problems(recipe: Recipe) -> list[str]:
         )
     if recipe.max_pixels < 28 * 28:
         problems.append(f"pretrain.recipe.max_pixels: {recipe.max_pixels} is less than one token's 28 × 28")
+    # Its vision tower turns two coordinates, each in pairs.
     if recipe.architecture == "qwen2_5_vl" and recipe.hidden_size // recipe.num_heads % 4:
         problems.append(
             f"pretrain.recipe: hidden_size {recipe.hidden_size} / num_heads {recipe.num_heads} must be a multiple of 4"
@@ -132,6 +134,7 @@ def _relation_problems(recipe: Recipe) -> list[str]:
             f"pretrain.recipe: num_experts_per_tok {recipe.num_experts_per_tok} is more than num_experts"
             f" {recipe.num_experts}"
         )
+    # A vocabulary without one of the bytes could not write every text.
     smallest = 256 + SPECIAL_TOKENS
     if recipe.tokenizer == "byte_bpe" and recipe.vocab_size < smallest:
         problems.append(

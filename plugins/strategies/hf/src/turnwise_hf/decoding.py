@@ -81,6 +81,7 @@ class _Batch:
         self._limits = np.array([row.limit for row in rows])
         self._watched = [index for index, row in enumerate(rows) if row.stopped is not None]
         self._stops = np.array(sorted(stop_ids), np.int32)
+        # Allocated once for the longest response: appending would copy at every step.
         longest = int(self._limits.max())
         self._tokens = np.zeros((len(rows), longest), np.int32)
         self._logprobs = np.zeros((len(rows), longest), np.float32)
@@ -98,10 +99,12 @@ class _Batch:
         while True:
             tokens, logprobs = draw(logits, self._rules.rows(live), step)
             self._record(live[running], tokens[running], logprobs[running], step, version)
+            # Assigned through the mask: rows that have ended stay ended, and their old place in `live` stays right.
             running[running] = self._unfinished(live[running], tokens[running], step)
             if not running.any():
                 return self._results()
             step += 1
+            # Before every token, for weights may be published between any two.
             now = self._gate()
             # Keys and values of the old weights fit no token of the new ones (see sample_batch).
             if now != (model, version):
@@ -146,6 +149,7 @@ class _Batch:
         stopped = np.isin(tokens, self._stops)
         if self._watched:
             for place in np.flatnonzero(~stopped & np.isin(live, self._watched)):
+                # Stop strings are looked for in text, row by row: only in rows that have any.
                 check = self._rows[live[place]].stopped
                 stopped[place] = check is not None and check(self._tokens[live[place], : step + 1])
         full = self._limits[live] <= step + 1
@@ -174,6 +178,7 @@ def prefill(
     Returns the logits [n, vocabulary] after each prompt's last token, `order` int64 [n] (batch row → index into
     `prompts`; rows are sorted by length), and the cache of these n rows.
     """
+    # The members of a group begin with the same prompt.
     distinct: dict[bytes, int] = {}
     inverse = np.array([distinct.setdefault(prompt.tobytes(), len(distinct)) for prompt in prompts])
     first = np.unique(inverse, return_index=True)[1]
@@ -190,6 +195,7 @@ def prefill(
     shared = _shared_beginning(table, int(lengths[0]))
     if shared:
         _forward(model, cache, ids[:1, :shared], cache.block(slice(0, 1), 0, shared))
+        # Row 0 has read it for all.
         cache.broadcast(shared)
     logits = []
     for begin, end in _chunks(lengths - shared):
@@ -201,6 +207,7 @@ def prefill(
         logits.append(_head(model, hidden[torch.arange(end - begin, device=hidden.device), last]))
     every = torch.cat(logits) if len(logits) > 1 else logits[0]
     rank = np.argsort(by_length)[inverse]  # prompt → its row in the table
+    # Stable, so that equal prompts stay in the order in which they came.
     order = np.argsort(rank, kind="stable")
     if len(unique) < len(prompts):
         source = torch.from_numpy(rank[order]).to(every.device)
@@ -275,6 +282,7 @@ def _chunks(lengths: np.ndarray) -> list[tuple[int, int]]:
     """Cuts of ascending `lengths` into runs of at most `_PREFILL_TOKENS` padded tokens each."""
     cuts, begin = [], 0
     for end in range(1, len(lengths) + 1):
+        # Lengths ascend, so the last row's is what the others are padded to.
         if end == len(lengths) or (end + 1 - begin) * lengths[end] > _PREFILL_TOKENS:
             cuts.append((begin, end))
             begin = end

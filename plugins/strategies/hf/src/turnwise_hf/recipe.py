@@ -142,12 +142,14 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -
         "max_position_embeddings": recipe.max_position_embeddings,
         "tie_word_embeddings": recipe.tie_word_embeddings,
         "initializer_range": recipe.initializer_range,
+        # No token stands for the beginning; Llama's default would name the id of another.
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "dtype": "float32",
     }
     if recipe.architecture in ("qwen3", "qwen3_moe"):
+        # Qwen3's default is 128, whatever the hidden size.
         options["head_dim"] = recipe.hidden_size // recipe.num_heads
     if recipe.architecture == "qwen3_moe":
         options |= {
@@ -158,6 +160,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -
         options["moe_intermediate_size"] = recipe.moe_intermediate_size or recipe.hidden_size
     if recipe.architecture == "qwen2_5_vl":
         options = _with_vision(recipe, options, tokenizer)
+    # The run's own random state must not depend on whether the folder was there already.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config_class(**options))

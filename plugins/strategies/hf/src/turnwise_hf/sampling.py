@@ -55,6 +55,7 @@ def uniform(seeds: np.ndarray, position: int) -> np.ndarray:
     """
     # The generator's arithmetic is modulo 2⁶⁴: overflow is meant.
     with np.errstate(over="ignore"):
+        # SplitMix64 jumps to any position at once: no state is kept, so a row draws the same alone and in a batch.
         state = _mixed(seeds + _GOLDEN) + np.uint64(position + 1) * _GOLDEN
         return (_mixed(state) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
@@ -72,6 +73,7 @@ def draw(logits: Tensor, rules: Rules, position: int) -> tuple[np.ndarray, np.nd
     temperature 1. Non-finite logits give a non-finite log-prob, which the caller must refuse.
     """
     device = logits.device
+    # The trainer's log-probs are of float32 logits, too.
     logits = logits.float()
     if not (rules.temperature == 1).all():
         logits = logits / torch.from_numpy(rules.temperature).to(device)[:, None]
@@ -91,6 +93,7 @@ def _inverse_cdf(logprobs: Tensor, rules: Rules, position: int) -> Tensor:
     """The first token whose cumulated mass exceeds u × the whole mass. In float64: in float32 a large vocabulary's tail
     is rounded away."""
     mass = truncated(logprobs.exp().double(), rules)
+    # Not normalised: u is scaled by the whole mass instead.
     cumulated = mass.cumsum(dim=-1)
     number = torch.from_numpy(uniform(rules.seeds, position)).to(logprobs.device)
     tokens = torch.searchsorted(cumulated, (number[:, None] * cumulated[:, -1:]), right=True)[:, 0]

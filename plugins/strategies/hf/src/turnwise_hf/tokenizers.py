@@ -47,6 +47,7 @@ def build_tokenizer(recipe: Recipe, texts: Iterable[str]) -> PreTrainedTokenizer
     backend = (
         _word_level(corpus, special) if recipe.tokenizer == "word" else _byte_bpe(corpus, special, recipe.vocab_size)
     )
+    # The end of a turn ends a response; a template that writes no <|im_end|> leaves the end of the text.
     options: dict[str, Any] = {"eos_token": END if END in template else END_OF_TEXT, "pad_token": END_OF_TEXT}
     if recipe.tokenizer == "word":
         options["unk_token"] = UNKNOWN
@@ -109,6 +110,7 @@ def pieces(text: str) -> list[str]:
 
 def _word_level(corpus: Sequence[str], special: Sequence[str]) -> Tokenizer:
     cut = re.compile("|".join(map(re.escape, special)))
+    # White space alone is always known: every template separates with it.
     seen = {piece for text in corpus for part in cut.split(text) for piece in pieces(part)} | {"\n", " "}
     # A number that the few played episodes did not show is no unknown word: digits come in tens.
     for space in ("", " "):
@@ -117,6 +119,7 @@ def _word_level(corpus: Sequence[str], special: Sequence[str]) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate([*special, UNKNOWN, *sorted(seen)])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = _CUT
+    # Pieces hold their spaces: joined as they are, they are the text.
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in [*special, UNKNOWN]])
     return tokenizer
@@ -146,7 +149,9 @@ def _template_texts(template: str, special: Sequence[str]) -> list[str]:
 def _rendered(template: str, role: str, content: str) -> list[str]:
     """A conversation whose last message has this role, rendered; nothing if the template refuses the role. Raises
     ConfigError for the user's."""
+    # Only the template is wanted: it is rendered without any vocabulary.
     blank = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({UNKNOWN: 0}, unk_token=UNKNOWN)))
+    # A conversation that templates accept: a system message first, an assistant's after a user's.
     before = [] if role in ("user", "system") else [{"role": "user", "content": ""}]
     after = [{"role": "user", "content": ""}] if role == "system" else []
     conversation = [*before, {"role": role, "content": content}, *after]

@@ -59,6 +59,8 @@ def check_model(model: nn.Module) -> None:
             .logits[0, -1]
             .float()
         )
+    # Room for bf16; another architecture's arithmetic is further off. equal_nan: broken weights are the sampler's to
+    # report.
     if not torch.allclose(ours, whole, rtol=2e-2, atol=2e-2 * float(whole.abs().max()), equal_nan=True):
         raise EngineError(
             f"the hf backend's decoding of {name} differs from the model's own forward pass. Fix: another backend"
@@ -78,6 +80,7 @@ def load_into(model: nn.Module, folder: Path) -> None:
     try:
         shapes = {name: (path, shape) for path in files for name, shape in _shapes(path)}
         _verify(state, form, {name: shape for name, (_, shape) in shapes.items()}, folder)
+        # In the order of names, so that a fused tensor's parts, spread over files, come together.
         for bucket in units(_read(sorted((name, path) for name, (path, _) in shapes.items()))):
             with torch.no_grad():
                 for name, tensor in form.own(bucket):

@@ -13,6 +13,7 @@ from attrs import frozen
 from turnwise.errors import CheckpointError
 from turnwise_megatron.config import MegatronConfig
 
+# Those that convert.stage_entries can name, and model.transformer_config build.
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ROPES = ("default", "linear", "llama3")
 """Rotary embeddings whose frequencies are constant, so that transformers' own can be handed to Megatron."""
@@ -91,6 +92,7 @@ def read_architecture(folder: Path) -> Architecture:
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
         groups=config.num_key_value_heads,
+        # Qwen3 names it: there it need not be hidden_size ÷ heads.
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         intermediate=config.intermediate_size,
         vocabulary=config.vocab_size,
@@ -153,6 +155,7 @@ def _unknown_parts(architecture: Architecture) -> Iterator[str]:
             " strategy_name: torch"
         )
     experts = architecture.experts
+    # Megatron refuses it: a softmax over one expert is always 1, and gives the router no gradient.
     if experts is not None and experts.chosen == 1 and experts.normalised:
         yield (
             f"strategy megatron has no conversion for {family} with num_experts_per_tok: 1 and norm_topk_prob: true."

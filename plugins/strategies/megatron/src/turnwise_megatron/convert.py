@@ -90,6 +90,7 @@ def _expert_entries(ours: str, theirs: str, count: int, expert_parallel: int) ->
     yield Entry(f"{ours}router.weight", "whole", (f"{theirs}gate.weight",))
     here = count // expert_parallel
     for local in range(here):
+        # Megatron gives a rank consecutive experts: its local number counts within them.
         experts = [f"{theirs}experts.{rank * here + local}." for rank in range(expert_parallel)]
         up = tuple(f"{expert}{x}_proj.weight" for expert in experts for x in ("gate", "up"))
         yield Entry(f"{ours}experts.local_experts.{local}.linear_fc1.weight", "gate", up, expert=True)
@@ -154,6 +155,7 @@ class Folder:
                 f"the model in {self.folder} lacks the weight {name!r}. Fix: fetch or export the folder again"
             )
         whole = fused[0].get_slice(fused[1])
+        # gate and up lie one below the other in gate_up_proj.
         rows = whole.get_shape()[1] if expert["part"] == "down" else whole.get_shape()[1] // 2
         return FusedExpert(whole, int(expert["number"]), rows if expert["part"] == "up" else 0, rows)
 
@@ -168,6 +170,7 @@ def load(
     """Copy this rank's part of every entry into `model`, cast to its dtype. A critic without a saved value head starts
     from zeros."""
     parameters = dict(model.named_parameters())
+    # On the last of several stages a tied output layer is a parameter of its own, and has to be filled as well.
     tied_here = "output_layer.weight" not in parameters
     with torch.no_grad():
         for entry in entries:
@@ -212,6 +215,7 @@ def _cut(kind: Kind, slices: Sequence[Any], architecture: Architecture, rank: in
         groups = architecture.groups // size
         parts = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(parts, 1).flatten(0, 1)
+    # gate: this rank's rows of both matrices, one below the other, as Megatron's fc1 cuts them.
     return torch.cat(parts)
 
 
@@ -224,6 +228,7 @@ def _join(kind: Kind, parts: Sequence[Tensor], architecture: Architecture) -> li
         return [torch.cat(list(parts))[: architecture.vocabulary]]
     if kind == "gate":
         return [torch.cat([part.chunk(2)[which] for part in parts]) for which in (0, 1)]
+    # qkv, undone: each group is its queries, one key and one value.
     size, each = architecture.head_dim, architecture.heads // architecture.groups
     groups = architecture.groups // len(parts)
     cuts = [
@@ -270,6 +275,7 @@ def gathered(
                 for name in entry.sources:
                     whole.append(torch.empty(tuple(shape(name)), dtype=like.dtype, device=like.device))
                     dist.recv(whole[-1], parallel.pipeline_ranks[stage], group=parallel.pipeline_group)
+            # Kept until its second name is due, at the end of the last stage.
             if architecture.tied and entry.kind == "vocabulary":
                 embedding = whole[0]
             yield from zip(entry.sources, whole)
@@ -292,6 +298,7 @@ def _whole(parameter: Tensor, entry: Entry, architecture: Architecture, parallel
         dist.gather(parameter.contiguous(), parts, group=group, group_dst=0)
     if parts is None:
         return []
+    # The group holds an expert's parts one after the other: `size` of them make one.
     return [
         whole
         for start in range(0, len(parts), size)

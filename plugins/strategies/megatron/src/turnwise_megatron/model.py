@@ -34,9 +34,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # With sequence parallelism each rank norms other positions: their gradients have to be summed.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron then adds its gradient over the ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
+        # The weight is multiplied after rounding back, as transformers does: in another order bf16 rounds otherwise.
         wide = hidden.float()
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(hidden.dtype)
 
@@ -65,6 +67,7 @@ class Attention(nn.Module):
             key, value = (gather_from_sequence_parallel_region(x.contiguous(), **options) for x in (key, value))
             there = torch.cat([context_positions(width * size, size, rank) for rank in range(size)])
             here = context_positions(width * size, size, self.group.rank())
+            # Gathered keys stand in the order of the ranks, not of the positions, so is_causal would be wrong.
             mask = (there[None] <= here[:, None]).to(query.device)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = F.scaled_dot_product_attention(
@@ -133,6 +136,7 @@ def transformer_config(
         "add_bias_linear": False,
         "add_qkv_bias": architecture.qkv_bias,
         "qk_layernorm": architecture.qk_norm,
+        # Megatron's default is 0.1; old and new log-probs of unchanged weights have to be equal.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "transformer_impl": "local",
@@ -148,6 +152,7 @@ def transformer_config(
         "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
         "context_parallel_size": config.context_parallel_size,
         "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,
+        # Micro-batches differ in width, which stages then tell each other.
         "variable_seq_lengths": config.pipeline_model_parallel_size > 1,
         "moe_token_dispatcher_type": "alltoall",  # of no effect without experts, but variable_seq_lengths insists
         **_expert_options(architecture, config),
@@ -157,6 +162,7 @@ def transformer_config(
         "calculate_per_token_loss": True,
         "bias_activation_fusion": config.bias_activation_fusion,
         "apply_rope_fusion": config.apply_rope_fusion,
+        # Fused kernels need Apex, Transformer Engine or a compiler; what may be fused on a GPU has a key of its own.
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
@@ -199,6 +205,7 @@ def build(architecture: Architecture, config: TransformerConfig, parallel: Paral
         max_sequence_length=architecture.config.max_position_embeddings,
         pre_process=parallel.pipeline == 0,
         post_process=parallel.last_stage,
+        # Each tensor parallel rank keeps its part of the vocabulary's logits: logprobs never gathers them.
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tied and not value,
         position_embedding_type="rope",

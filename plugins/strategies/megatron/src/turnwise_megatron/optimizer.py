@@ -23,6 +23,7 @@ class Optimizer:
 
     def __init__(self, model: Model, config: MegatronConfig, weight_decay: float, extra: Mapping[str, Any]) -> None:
         distributed, dtype = config.use_distributed_optimizer, model.config.params_dtype
+        # engine_args may hold fields of either class; arguments.problems has refused all others.
         buffers = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
         settings = {field.name for field in dataclasses.fields(OptimizerConfig)}
         self.weight_decay = weight_decay
@@ -37,6 +38,7 @@ class Optimizer:
         )
         # The schedule finds both here: gradients are exchanged once, after the last micro-batch.
         model.config.no_sync_func = self.ddp.no_sync
+        # Without it the schedules would leave every rank with its own gradients.
         model.config.finalize_model_grads_func = _finalize
         options = OptimizerConfig(
             optimizer="adam",
@@ -50,6 +52,7 @@ class Optimizer:
             use_distributed_optimizer=distributed,
             **{k: v for k, v in extra.items() if k in settings},
         )
+        # Of packages that this strategy does not use (see parallel.import_megatron).
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.megatron = get_megatron_optimizer(options, [self.ddp], use_gloo_process_groups=False)

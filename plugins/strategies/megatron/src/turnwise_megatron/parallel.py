@@ -16,6 +16,7 @@ from turnwise.errors import ConfigError
 from turnwise_megatron.config import MegatronConfig
 from turnwise_megatron.shim import cuda_or_cpu
 
+# Megatron keeps its groups in globals of the process: whoever uses them is counted here.
 _users: list[Parallel] = []
 
 
@@ -132,6 +133,7 @@ def join(config: MegatronConfig, context: TrainContext, device: torch.device) ->
                 context_parallel_size=sizes["context"],
                 expert_model_parallel_size=sizes["expert"],
                 expert_tensor_parallel_size=sizes["expert tensor"],
+                # Megatron counts in whole minutes.
                 distributed_timeout_minutes=math.ceil(context.runtime_timeout / 60),
                 create_gloo_process_groups=False,
             )

@@ -37,6 +37,7 @@ class Schedule:
     def count(self, own: int, train: bool) -> int:
         """Ranks that share experts compute equal numbers of micro-batches, for each serves the others. In an update a
         rank without rows computes one, for its part in the exchange of gradients."""
+        # Expert parallel ranks may belong to different pipelines, so the role's whole group agrees on the number.
         together = self._group.largest(own)[0] if self._parallel.experts.size > 1 else own
         return max(1, together) if train else together
 
@@ -57,11 +58,14 @@ class Schedule:
                     {name: (x.cpu(), w.cpu()) for name, (x, w) in sums.items()},
                 )
                 return (
+                    # The number in the middle is Megatron's count of tokens: it sums it with calculate_per_token_loss,
+                    # and `_finalize` of the optimizer leaves the division out.
                     answer if non_loss_data else (value, torch.zeros((), dtype=torch.int, device=value.device), answer)
                 )
 
             return hidden, worked
 
+        # Megatron's schedules take at least one micro-batch.
         if not count:
             return []
         try:

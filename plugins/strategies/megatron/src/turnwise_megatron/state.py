@@ -32,10 +32,13 @@ def save(
     """Weights and optimizer state that no other process writes, and the random state. Raises CheckpointError."""
     tensors = {f"rng/{name}": state for name, state in _random_states(model).items()}
     first = {expert: parallel.holders(expert)[0] == 0 for expert in (False, True)}
+    # Written once, by the first of those that hold the same: data and context parallel ranks share weights, expert
+    # parallel ones do not share experts.
     tensors |= {
         f"model/{name}": parameter for name, parameter in model.named_parameters() if first[is_expert(parameter)]
     }
     if optimizer is not None:
+        # A distributed optimizer cuts masters and moments over the data parallel ranks: everyone has a part of its own.
         written = {number for number, expert in enumerate(optimizer.expert) if distributed or first[expert]}
         tensors |= _optimizer_state(model, optimizer, written)
     write_state(part(folder, parallel.rank), tensors, facts)
@@ -110,6 +113,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, written: Container[
     out = {}
     masters = {number: master for number, master in enumerate(optimizer.masters) if number in written}
     for number, master in masters.items():
+        # A 32-bit model is its own master, and is written as the model.
         if master.untyped_storage().data_ptr() not in shared:
             out[f"master/{number}"] = master
     for adam in optimizer.adams:
@@ -142,6 +146,7 @@ def _restore_optimizer(optimizer: Optimizer, sources: Sequence[Mapping[str, Tens
                 name.removeprefix(prefix): tensor.clone() for name, tensor in tensors.items() if name.startswith(prefix)
             }
             if held:
+                # Adam counts its steps on the CPU.
                 adam.state[master] = {
                     key: value if key == "step" else value.to(master.device) for key, value in held.items()
                 }

@@ -46,6 +46,7 @@ class MegatronStrategy(ModelStrategy):
         self.config = config or MegatronConfig()
         refuse(self.check(self.config, context))
         self.architecture = read_architecture(context.model)
+        # Opened before any process group is joined: a folder that cannot be read costs nothing yet.
         folder = convert.Folder(context.model)
         import_megatron()
         super().__init__(context, device_of(context))
@@ -110,6 +111,7 @@ class MegatronStrategy(ModelStrategy):
             for n, part in enumerate(layers)
         ]
         built = model.build(self.architecture, settings, self.parallel, value)
+        # Without the padding: logprobs masks the rows beyond it.
         built.vocabulary = self.architecture.vocabulary
         convert.load(built, self._stages[self.parallel.pipeline], folder, self.architecture, self.parallel)
         self.model: Any = built.to(self.device)
@@ -208,6 +210,7 @@ class MegatronStrategy(ModelStrategy):
         self._updates = int(facts["updates"])
 
     def _facts(self) -> dict[str, str]:
+        # These sizes move no tensor of a dense model, so a state fits whatever they are.
         idle = ("expert", "expert tensor") if self.architecture.experts is None else ()
         sizes = {name: size for name, size in self.parallel.sizes.items() if name not in idle} | {
             "data": self.parallel.data[1]

@@ -61,6 +61,7 @@ class OpenAIBackend(Player):
             self._client = None
 
     async def _answer(self, request: Request, payload: Mapping[str, Any]) -> Generation:
+        # Held while waiting for another attempt, too: an endpoint that is overrun gets no further requests.
         async with self._slots:
             for again in range(self._config.max_retries + 1):
                 response, problem = await self._sent(payload)
@@ -68,6 +69,7 @@ class OpenAIBackend(Player):
                     return generation(_json(response, self._config), request, self._config)
                 if response is not None and response.status_code not in AGAIN and response.status_code < 500:
                     raise EngineError(_refused(response, self._config))
+                # After the last attempt nothing is left to wait for.
                 if again < self._config.max_retries:
                     await asyncio.sleep(self._wait(again, response))
             last = problem if response is None else _refused(response, self._config)
@@ -103,7 +105,8 @@ class OpenAIBackend(Player):
         # Absent, or a date.
         except ValueError:
             wait = self._config.retry_wait * 2.0**again
-        return min(max(wait, 0.0), self._config.retry_wait_limit)
+        # In this order: what is not above 0 gives 0, also "nan", which float() reads and no timer ever reaches.
+        return min(max(0.0, wait), self._config.retry_wait_limit)
 
 
 def _json(response: Response, config: OpenAIConfig) -> Any:

@@ -16,8 +16,8 @@ from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Reque
 from turnwise_openai.config import OpenAIConfig
 
 _ACTIONS = ("Left", "Right", "Up", "Down")
-Answer = Callable[[dict[str, Any]], tuple[int, Any]]
-"""A request's JSON → the status and the JSON of the answer."""
+Answer = Callable[[dict[str, Any]], tuple[int, Any] | tuple[int, Any, dict[str, str]]]
+"""A request's JSON → the status and the JSON of the answer, and further headers of it."""
 
 
 class Endpoint:
@@ -31,11 +31,12 @@ class Endpoint:
             def do_POST(self) -> None:
                 payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.seen.append((self.path, dict(self.headers), payload))
-                status, content = answer(payload)
+                status, content, *headers = answer(payload)
                 data = content if isinstance(content, bytes) else json.dumps(content).encode()
                 with contextlib.suppress(ConnectionError):  # the client gave up
                     self.send_response(status)
-                    self.send_header("Content-Length", str(len(data)))
+                    for name, value in {"Content-Length": str(len(data)), **dict(*headers)}.items():
+                        self.send_header(name, value)
                     self.end_headers()
                     self.wfile.write(data)
 

@@ -36,6 +36,7 @@ def body(request: Request, config: OpenAIConfig) -> dict[str, Any]:
     if args.stop_strings:
         payload["stop"] = list(args.stop_strings)
     if config.send_seed:
+        # Some endpoints keep it in 32 signed bits.
         payload["seed"] = request.seed % 2**31
     if config.logprobs != "none":
         payload["logprobs"] = True
@@ -61,6 +62,7 @@ def data_url(image: np.ndarray) -> str:
     height, width, channels = image.shape
     if image.dtype != np.uint8 or channels != 3:
         raise EngineError(f"an image of shape {image.shape} and dtype {image.dtype} is none of uint8 H×W×3")
+    # Each row begins with the number of its filter.
     rows = np.concatenate([np.zeros((height, 1), np.uint8), image.reshape(height, width * 3)], axis=1)
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(rows.tobytes())), (b"IEND", b"")]
@@ -81,6 +83,7 @@ def generation(answer: Mapping[str, Any], request: Request, config: OpenAIConfig
         text = choice["message"].get("content") or ""
     except (LookupError, TypeError, AttributeError) as error:
         raise EngineError(f"the endpoint's answer{_where(request)} holds no choice: {str(answer)[:200]}") from error
+    # Endpoints have further reasons (tool_calls, content_filter): all end the response.
     finish: Any = "length" if choice.get("finish_reason") == "length" else "stop"
     # vLLM names the stop string in stop_reason, SGLang in matched_stop.
     stopped_by = choice.get("stop_reason", choice.get("matched_stop"))

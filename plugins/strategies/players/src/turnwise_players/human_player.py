@@ -37,6 +37,7 @@ class HumanPlayer(Player):
     async def generate(self, request: Request) -> Generation:
         """What the human typed. Raises PlayerLeft (a TurnwiseError) after `q` or the end of the input, now and from
         then on."""
+        # One keyboard for all episodes.
         async with self._turn:
             if self._left:
                 raise PlayerLeft("the human player left the game")

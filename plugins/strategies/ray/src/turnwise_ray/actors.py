@@ -62,6 +62,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """What `error` was. A subclass of an error of Turnwise travels as that."""
+        # The nearest class that the driver knows: a plugin's own may not be installed there.
         known = [base.__name__ for base in type(error).__mro__ if getattr(turnwise.errors, base.__name__, None) is base]
         return cls(known[0] if known else type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
@@ -129,6 +130,7 @@ class _Records(logging.Handler):
         """All, once the first was kept for `age` seconds; from any thread."""
         self.acquire()
         try:
+            # The next answer may still take them, in the order in which they belong.
             if self._kept and time.monotonic() - self._kept[0][0] < age:
                 return []
             taken, self._kept = self._kept, []

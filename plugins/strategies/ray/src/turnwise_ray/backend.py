@@ -51,10 +51,12 @@ class RayBackend(Router):
         self._plan, self._cluster, self._home = plan, cluster, home
         self._timeout, self._config, self._trainer = timeout, config, trainer
         self._members: list[Member] = []
+        # Who was counted for the offer that is under way (see `receivers`).
         self._reading: list[Member] | None = None
         self._watchers: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[Mapping[int, Actor], str | None], None]] = []
         self._live_serial = 0
+        # Held while weights are read, whoever began it: the pipeline's update, or an engine that is replaced.
         self._receiving = asyncio.Lock()
         self._synced = self._asleep = self._closed = False
 
@@ -84,6 +86,7 @@ class RayBackend(Router):
         where = f"{self.role}.{member.number}"
         actor = process(Replica, where, self._cluster.options(member.seats, self._plan.environment), many=True)
         self._cluster.follow(actor, where)
+        # The process sees its own GPUs alone, so it numbers them from 0.
         devices = tuple(range(sum(bool(seat.gpu) for seat in member.seats)))
         try:
             await result(actor.node.remote(), self._config.start_timeout)
@@ -149,6 +152,7 @@ class RayBackend(Router):
     async def pause(self) -> None:
         """Pause all engines, those too that come up meanwhile. Where none is left, wait for one that is being built:
         somebody has to read the weights that follow."""
+        # By actor and not by member: one that was replaced meanwhile has not been paused.
         paused: set[Actor] = set()
         while True:
             missing = [member for member in self._present() if member.actor not in paused]
@@ -229,6 +233,7 @@ class RayBackend(Router):
     async def _each(self, method: str, members: Sequence[Member] | None = None, *args: Any) -> None:
         """Call a method of all engines that are there, or of `members`; one that died counts no more, and is its
         watcher's business."""
+        # Noted now: by the time of the answers another actor may be in its place.
         asked = [(member, member.actor) for member in (self._present() if members is None else members)]
         done = await asyncio.gather(*(self._do(member, method, *args) for member, _ in asked), return_exceptions=True)
         for (member, actor), error in zip(asked, done, strict=True):
@@ -316,6 +321,7 @@ class RayBackend(Router):
         while True:
             cause = await self._end(member)
             while member.actor is None:
+                # Over the whole run, not in a row: an engine that dies at every update would go on for ever.
                 if member.restarts >= self._config.max_restarts:
                     self._lost(member, cause)
                     return
@@ -363,6 +369,7 @@ class RayBackend(Router):
         member.seats = await self._cluster.again(self.role, member.seats)
         await self._build(member)
         trainer = self._trainer()
+        # Without weights to come it serves at once; asleep it waits for the next update, as the others do.
         if not self._weights or self._asleep:
             if self._asleep:
                 await self._do(member, "sleep")

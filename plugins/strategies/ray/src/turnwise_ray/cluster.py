@@ -22,6 +22,7 @@ from turnwise_ray.config import RayConfig
 
 SEAT = "turnwise_process"
 """The resource of our own cluster: its processes share the machine's cores as the operating system deals them."""
+# More than processes can be.
 SEATS = 10_000
 
 
@@ -46,6 +47,7 @@ class Cluster:
         self._config = config
         self._started = self._ours = False
         self._groups: list[PlacementGroup] = []
+        # By device number: roles that name the same number take turns on it.
         self._seats: dict[int | str, Seat] = {}
         self._followers: set[asyncio.Task[None]] = set()
 
@@ -139,6 +141,7 @@ class Cluster:
         """A bundle's resources; Ray takes none of zero, and no bundle without any."""
         own = SEAT in ray.cluster_resources()
         share = {SEAT: 1.0} if own else {"CPU": self._config.cpus_per_process}
+        # Nearly nothing in place of nothing, for a bundle that names no resource.
         return ({"GPU": 1.0} if gpus else {}) | {name: amount for name, amount in share.items() if amount} or {
             "CPU": 0.001
         }

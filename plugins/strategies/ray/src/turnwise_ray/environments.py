@@ -60,6 +60,7 @@ class EnvWorker(Process):
     async def play(self, number: int, spec: EpisodeSpec) -> Answer:
         """One attempt at one episode."""
         executor, _ = self._executors[number]
+        # For what the executor finds while the episode hangs: its task alone would never end.
         stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def stop(error: TurnwiseError) -> None:
@@ -79,6 +80,7 @@ class EnvWorker(Process):
         async def work() -> None:
             for task in list(self._playing[number]):
                 task.cancel()
+            # One turn of the loop, in which the cancelled episodes tell the engines what they no longer wait for.
             await asyncio.sleep(0)
             await self._executors[number][0].abort()
 
@@ -196,6 +198,7 @@ class Workers:
     async def _watch(self, actor: Any) -> None:
         """End a worker that answers nothing: whoever waits for it learns that it died."""
         while True:
+            # Any call answers while the worker's event loop runs: an environment that blocks it answers none.
             call = asyncio.ensure_future(result(actor.node.remote()))
             for _ in range(2):  # the second half counts where this process was stopped, too
                 await asyncio.wait([call], timeout=self.config.env_worker_timeout / 2)
@@ -259,6 +262,7 @@ class RayExecutor:
             evolve(plan, manager=_MADE_THERE, max_concurrent_steps=_share(plan.max_concurrent_steps, self.workers))
             for plan in plans
         ]
+        # Packed once: the same bytes go to every worker, and to one that takes another's place.
         self._stage = packed((shares, settings, chat, backend.role, backend.input, self.workers))
 
     async def play(self, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]) -> Played:

@@ -28,6 +28,7 @@ class RelaySource(Process):
         """Prepare to read; the sender is met at the first bucket."""
         from turnwise_torch.stream import receive
 
+        # A generator: nothing is connected before its first `next`.
         self._buckets = receive(payload, timeout)
         return self.answer(lambda: None)
 

@@ -36,6 +36,7 @@ class Replica(Process):
             built: ServePlan = unpacked(plan)
             context = evolve(built.context, devices=devices)
             self._backend = registry().build("inference_backend", built.implementation, built.config, context)
+            # Asked here, where the devices are: the driver may have none.
             known = type(self._backend).transports(built.config, context)
             return self._backend.input, {name: self._backend.receivers(name) for name in known}, self.node()[0]
 
@@ -70,6 +71,7 @@ class Replica(Process):
         """Drop a request."""
 
         async def work() -> None:
+            # It may have ended while the call was on its way.
             if ticket in self._requests:
                 await self._backend.abort(self._requests[ticket])
 

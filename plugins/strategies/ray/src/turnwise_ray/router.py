@@ -41,6 +41,7 @@ class Router:
         """From now on these serve. `failed`: why nothing ever will again."""
         self._serving = dict(members)
         self._failed = EngineError(failed) if failed else None
+        # Whoever waits for this one goes on and looks; later ones wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -66,12 +66,14 @@ class RayRuntime:
             return None
         if self._workers is None:
             self._workers = Workers(self._cluster, self._home, self._config, self._context.timeout)
+            # Workers ask the engines themselves, and have to know which ones serve.
             backend.listen(self._workers.serve)
         return RayExecutor(self._workers, plans, settings, chat, backend)
 
     async def close(self) -> None:
         """Close every role, the latest first, then the cluster; the first error is raised when all were asked. May be
         called twice."""
+        # The first is raised at the end: one role that fails must not keep the others from closing.
         errors: list[Exception] = []
         if self._workers is not None:
             # Workers first: their episodes ask the engines that are closed next.

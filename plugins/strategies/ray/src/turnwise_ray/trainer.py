@@ -85,6 +85,7 @@ class RayRole:
         self._turn = asyncio.Lock()
         self._sent = asyncio.Event()  # no offer waits to be sent
         self._sent.set()
+        # Transport and version of the last offer, as long as the weights are still those; None after an update.
         self._fresh: tuple[str, int] | None = None
         self._offloaded = self._closed = self._left_behind = False
         self._broken: TurnwiseError | None = None
@@ -100,6 +101,7 @@ class RayRole:
             hosts = [node for node, _, _ in meets]
             # Engines on other nodes find the first rank there, too.
             alone = sum(bool(node["Alive"]) for node in ray.nodes()) == 1
+            # Loopback where one node is all there is: nobody else has to reach it.
             address = f"{'127.0.0.1' if alone else meets[0][1]}:{meets[0][2]}"
             calls = [
                 rank.start.remote(
@@ -287,6 +289,7 @@ class RayRole:
         answers."""
         # Once a piece: the ranks within a data parallel one get the same rows. In threads: pickling holds up the loop.
         stored = await asyncio.gather(*(asyncio.to_thread(ray.put, piece) for piece in pieces))
+        # One rank of each data parallel part answers; tensor and pipeline parallel ranks would send the same again.
         first = {part: number for number, (part, _) in reversed(list(enumerate(self._data_parallel)))}
         calls = [
             rank.call.remote(first[part] == number, method, stored[part])
@@ -301,6 +304,7 @@ class RayRole:
         loop = asyncio.get_running_loop()
         waiting = {asyncio.ensure_future(result(call)): number for number, call in enumerate(calls)}
         answers: dict[int, Any] = {}
+        # With each, whether it is an error made for a reader: that one is preferred below.
         failures: list[tuple[bool, TurnwiseError]] = []
         end, dead = loop.time() + self._timeout, False
         try:
@@ -327,6 +331,7 @@ class RayRole:
                 if failures:
                     end = min(end, loop.time() + GRACE_SECONDS)
         except asyncio.CancelledError:
+            # The call goes on in the ranks, and `close` must not wait behind it.
             self._left_behind = True
             raise
         finally:
@@ -336,6 +341,7 @@ class RayRole:
             return [answers[number] for number in range(len(calls))]
         # Rather what a strategy reported itself than the exception of a rank that noticed another's end.
         problem = max(failures, key=lambda one: one[0])[1] if failures else self._late(method, sorted(waiting.values()))
+        # A rank that still waits, or is gone, cannot take part in the next call either.
         if waiting or dead:
             self._broken = problem
             self._kill()

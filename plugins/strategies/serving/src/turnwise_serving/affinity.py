@@ -35,6 +35,7 @@ class Affinity:
         trajectory = request.order[:-1]
         home = self._homes.get(trajectory)
         if home is None or home not in serving:
+            # Of equal loads the lowest number, so that equal runs choose alike.
             home = min(serving, key=lambda number: (self._loads[number], number))
         if trajectory:
             self._homes[trajectory] = home

@@ -16,6 +16,7 @@ def cut(text: str, args: GeneratingArgs) -> str:
     found = [(place, string) for string in args.stop_strings if (place := text.find(string)) >= 0]
     if not found:
         return text
+    # The earliest one; what begins at the same place ends with the shorter.
     place, string = min(found)
     return text[: place + len(string)] if args.include_stop_str_in_output else text[:place]
 
@@ -28,6 +29,7 @@ def version_number(label: Any) -> int:
 def token_versions(spans: Iterable[tuple[Any, int, int]], count: int, engine: str, fix: str = "") -> np.ndarray:
     """int32 [count]: the version under which each token was sampled, from spans (label, start, end). Raises
     EngineError: a token has none."""
+    # −1 marks tokens that no span covers: a span may be cut short, or be missing.
     versions = np.full(count, -1, np.int32)
     for label, start, end in spans:
         versions[start:end] = version_number(label)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from turnwise_hf.source import HfModelSource
 
 S = TypeVar("S", bound=ServerProcess)
+# Tokens of a conversation in tests.
 LENGTH = 512
 _TEXTS = (
     "The goal is 2 down 1 right. Holes: Left Down.",
@@ -71,6 +72,7 @@ def started(server: S) -> S:
     deadline = time.monotonic() + _START
     while True:
         try:
+            # trust_env: a proxy of the environment does not reach the loopback interface.
             if httpx2.get(f"{server.url}/health", timeout=5.0, trust_env=False).status_code == 200:
                 return server
         except httpx2.HTTPError:

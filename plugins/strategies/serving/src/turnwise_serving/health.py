@@ -10,6 +10,7 @@ from turnwise.errors import EngineError
 from turnwise_serving.http import Client
 from turnwise_serving.process import ServerProcess
 
+# Seconds between two questions.
 _POLL = 0.2
 
 

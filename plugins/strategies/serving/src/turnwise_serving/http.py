@@ -73,6 +73,7 @@ class Client:
             async with self._client.stream(
                 "POST", path, json=body, timeout=httpx2.Timeout(timeout, pool=None)
             ) as response:
+                # Refused is none of the errors that `_failures` translates: the server is there, and has said why.
                 if response.status_code != 200:
                     raise Refused(response.status_code, (await response.aread()).decode(errors="replace"))
                 async for line in response.aiter_lines():
@@ -121,6 +122,8 @@ def reason(text: str, most: int = 600) -> str:
         payload = json.loads(text)
     except ValueError:
         return _one_line(text, most)
+    # Engines and frameworks name it differently: OpenAI's {"error": {"message"}}, FastAPI's {"detail"}, SGLang's
+    # {"message"}.
     found: Any = text
     if isinstance(payload, dict):
         error = payload.get("error")

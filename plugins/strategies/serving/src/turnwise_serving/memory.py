@@ -44,6 +44,7 @@ class Memory:
             return f"no memory left for the cache, in {when} of actor_infer: {what_alone}. Fix: {self.cache_fix}"
         fix = next((f"lower {keys}" for pattern, keys in self.special.items() if re.search(pattern, said)), "")
         if not fix and re.search(self.out, said):
+            # In these phases the batch is not what is too large.
             phases = {
                 UPDATE: f"{self.share} or model_update_buffer_size_mb",
                 WAKE: f"{self.share}, or give it devices of its own",

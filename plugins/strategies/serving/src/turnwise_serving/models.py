@@ -42,6 +42,7 @@ def sees(folder: Path | None) -> bool:
 
 def other_model(context: InferenceContext, named: str) -> str:
     """Why a server of the model `named` cannot serve this run: nobody will send it whole weights. Empty: it can."""
+    # A run that sends whole weights replaces whatever the server holds.
     if not context.needs_its_model or context.is_model(named):
         return ""
     return "only adapters will be sent" if context.lora is not None else "no weights will be sent"

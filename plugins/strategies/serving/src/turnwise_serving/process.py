@@ -26,7 +26,9 @@ TOOLS = "TURNWISE_SERVING_ENGINE"
 ENGINE = Path(__file__).with_name("engine")
 WORDS = 2**17
 """Bytes of a log in which the reason of its end is looked for."""
+# Lines of a log that show no error.
 TAIL = 6
+# Seconds in which a server that was asked to end does so.
 _PATIENCE = 20.0
 
 
@@ -62,6 +64,8 @@ class ServerProcess:
                 self._process = subprocess.Popen(
                     command,
                     env={**environment, FOLDER: str(self.folder), TOOLS: str(ENGINE)},
+                    # Never written to: the server's side reads from it to learn that this process has ended, even by
+                    # SIGKILL.
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -73,6 +77,7 @@ class ServerProcess:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
         self.pid = self._process.pid
+        # No patience at the end of the interpreter: nobody is left to wait for.
         atexit.register(self.stop, 0.0)
 
     @property
@@ -145,6 +150,7 @@ def end_tree(leader: subprocess.Popen[bytes], patience: float) -> None:
         leader.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             leader.wait(patience)
+        # It may have started more while it ended.
         family += _descendants(leader.pid)
     # The leader began a session, so its pid is that of a group in which nobody else is.
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -22,6 +22,7 @@ class Running:
 
     async def of(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns or raises; EngineError with the reason where `break_off` ended it."""
+        # A task of its own, so that `abort` can cancel the request without cancelling whoever waits for it.
         task = asyncio.ensure_future(work)
         self._tasks[request] = task
         try:

@@ -45,6 +45,7 @@ def body(request: Request, limits: Limits, stop_ids: Sequence[int]) -> dict[str,
             "max_new_tokens": min(request.max_new_tokens, limits.sequence_length - len(ids)),
             "temperature": args.temperature,
             "top_p": args.top_p,
+            # SGLang's word for no limit.
             "top_k": args.top_k or -1,
             "stop_token_ids": list(stop_ids),
             "sampling_seed": _signed(request.seed),

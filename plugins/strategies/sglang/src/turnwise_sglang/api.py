@@ -70,6 +70,7 @@ class Api(Client):
         return EngineError(MEMORY.explained(refused, text, MEMORY.phase(path)))
 
     def _slow(self, path: str, timeout: float | None) -> EngineError:
+        # The key to raise, which differs by what was asked.
         limit = (
             "control_timeout"
             if timeout is None

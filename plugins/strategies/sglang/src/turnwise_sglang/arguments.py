@@ -24,6 +24,7 @@ from turnwise_sglang.config import SglangConfig
 
 WHERE = "actor_infer.strategy_args.strategy_config"
 """The block of the configuration in which the options stand."""
+# Run as a file: the interpreter that has SGLang has nothing of Turnwise to import.
 LAUNCHER = Path(__file__).with_name("engine") / "turnwise_serve.py"
 OLDEST = "0.5.21"
 """The first version whose weight updates are sessions (begin_weight_update)."""
@@ -63,6 +64,7 @@ _ELSEWHERE |= {
 """vLLM's names, which are far from SGLang's."""
 SPARE = 8
 """SGLang keeps a few positions of its context for itself; a response may fill sequence_length to the last token."""
+# Room of the KV cache in tokens, of which SGLang would take as much as the memory holds.
 _CPU_TOKENS = 65536
 SAVER = "torch_memory_saver"
 """The package that gives device memory back; SGLang for GPUs brings it."""
@@ -91,6 +93,7 @@ def server_arguments(config: SglangConfig, context: InferenceContext, port: int)
     """The arguments of a server for this role on `port`; what the user wrote wins over our defaults."""
     given = {name: value for name in _FIELDS if (value := getattr(config, name)) is not None}
     on = device(config, context)
+    # Ids go in and out: SGLang needs neither a tokenizer nor grammars.
     defaults: dict[str, Any] = {"skip_tokenizer_init": True, "log_level": "warning", "grammar_backend": "none"}
     if on == "cpu":
         defaults |= {**_CPU, "max_total_tokens": max(_CPU_TOKENS, 2 * (context.sequence_length + SPARE))}
@@ -102,6 +105,8 @@ def server_arguments(config: SglangConfig, context: InferenceContext, port: int)
     if context.lora is not None:
         defaults |= lora_arguments(context.lora, on)
     if config.enable_memory_saver:
+        # Without the backup the weights would be gone with the memory, and only the trainer's next update brings
+        # others.
         given |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     fixed = {
         "model_path": str(context.model),
@@ -114,6 +119,7 @@ def server_arguments(config: SglangConfig, context: InferenceContext, port: int)
         "weight_version": "0",
         "skip_server_warmup": True,
     }
+    # Later ones win: what the user wrote stands last.
     return {**defaults, **fixed, **given, **config.engine_args}
 
 
@@ -132,6 +138,7 @@ def lora_arguments(lora: Lora, on: str | None) -> dict[str, Any]:
 def modules(target: str | tuple[str, ...] | None) -> list[str]:
     """The modules for which a server has to make room, for the target of the actor's adapters."""
     names = target.split(",") if isinstance(target, str) else target or ()
+    # A regular expression names no modules: there is room for all linear layers then.
     plain = [name.strip().rpartition(".")[2] for name in names]
     return plain if plain and all(name.isidentifier() for name in plain) else list(LINEAR)
 

@@ -80,6 +80,7 @@ class SglangBackend:
         self._cut = config.pause_mode == "abort" or context.lora is not None
         self._running = Running()
         self._aborts: set[asyncio.Task[None]] = set()
+        # Set while requests may be sent; cleared by a pause, and by an update.
         self._awake = asyncio.Event()
         self._awake.set()
         self._version: int | None = None
@@ -189,6 +190,7 @@ class SglangBackend:
         if not self._config.enable_memory_saver and self._context.devices:
             raise EngineError(self._config.capabilities.cannot_sleep)
         self._asleep = {"weights", "cache"}
+        # Another server in its place has never slept, and must not be woken.
         self._slept = self._links.current
         await self._memory("/flush_cache", "/release_memory_occupation")
 
@@ -213,6 +215,7 @@ class SglangBackend:
         if request.images:
             assert request.ids is not None
             payload |= await asyncio.to_thread(self._images.fields, int32(request.ids), request.images)
+        # `before`: what was sampled until a pause broke the response off, to go on from there.
         broken, before = 0, None
         while broken < TRIES + self._config.restarts:
             await self._awake.wait()

@@ -65,5 +65,6 @@ def _png(image: np.ndarray) -> str:
     from PIL import Image
 
     file = io.BytesIO()
+    # PNG keeps every pixel; level 1, for the way is short and the time counts.
     Image.fromarray(image).save(file, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

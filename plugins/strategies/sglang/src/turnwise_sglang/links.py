@@ -38,6 +38,7 @@ class Links:
         self._closed = False
         self.current: Link | None = None
         self.adapter: lora.Adapter | None = None
+        # Only a server of ours can be started again, and needs the copy then.
         self.kept = weights.Kept() if config.base_url is None and config.restarts else None
 
     async def get(self) -> Link:
@@ -87,6 +88,7 @@ class Links:
         deadline = time.monotonic() + GRACE
         while link.server.alive and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
+        # Alive and well: one connection broke, and replacing it would lose its cache and its weights for nothing.
         if link.server.alive and await link.api.healthy():
             return
         link.lost, link.phase = True, phase
@@ -96,6 +98,7 @@ class Links:
         replaced."""
         await self.lost(link, cause, UPDATE)
         said = link.server.words() if link.server is not None else ""
+        # Asked for here, for the error of `get` says that nothing can take its place.
         if link.lost and not self._left:
             await self.get()
         return EngineError(MEMORY.explained(f"SGLang died {when}: {cause}", said, UPDATE))
@@ -166,6 +169,7 @@ class Links:
             await until_healthy(server, api, config.start_timeout, lambda: self._closed)
         except BaseException:
             await api.close()
+            # The log stays: the error names it.
             await asyncio.to_thread(server.stop, 0.0, True)
             raise
         return Link(api, server, config.tp_size, device="cpu" if device(config, context) == "cpu" else "cuda")

@@ -99,6 +99,7 @@ def _check(bucket: Bucket, rank: int, known: Mapping[str, tuple[int, ...]]) -> N
                 f"weight update: the trainer offers {name!r}, for which the model's folder holds no weight; SGLang"
                 " would ignore it"
             )
+        # As PEFT has them: A from the layer's inputs to the rank, B from there to its outputs.
         shape = (rank, whole[1]) if part == "A.weight" else (whole[0], rank)
         if tuple(tensor.shape) != shape:
             raise EngineError(
@@ -114,6 +115,7 @@ async def load(link: Link, adapter: Adapter, timeout: float) -> None:
     payload = base64.b64encode(pickle.dumps(adapter.tensors)).decode()
     body = {"lora_name": name, "config_dict": dict(adapter.config), "serialized_named_tensors": [payload] * link.ranks}
     await link.api.post("/load_lora_adapter_from_tensors", json.dumps(body).encode(), timeout)
+    # Noted at once: from here on a failure must not leave requests naming an adapter that is about to leave.
     previous, link.adapter = link.adapter, name
     if previous:
         await link.api.post("/unload_lora_adapter", {"lora_name": previous}, timeout)

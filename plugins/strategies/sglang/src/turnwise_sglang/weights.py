@@ -130,6 +130,7 @@ class Kept:
     def add(self, bucket: list[tuple[str, Tensor]]) -> None:
         """Write one bucket."""
         assert self._next is not None
+        # Files by number: a bucket's tensors need not be in one of the folder's own.
         save_file(dict(bucket), str(self._next / f"model-{len(list(self._next.iterdir())):05d}.safetensors"))
 
     def add_folder(self, folder: Path) -> None:

@@ -41,7 +41,9 @@ _OURS = {
 _OWN_KEYS = {"mode", "base_url", "api_key_env", "python_path", "start_timeout", "request_timeout", "engine_args"}
 # The block that vLLM's CPU attention takes where block_size is not given.
 _CPU_BLOCK = 128
+# Requests at once, where infer_batch_size does not say it.
 _CPU_SEQUENCES = 128
+# Bytes, at most: the trainer works in the same memory.
 _CPU_CACHE = 4 * 2**30
 
 
@@ -179,6 +181,7 @@ def argument_names() -> frozenset[str] | None:
     source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
     if not source.is_file():
         return None
+    # Annotated names of a class are its arguments: both are dataclasses.
     classes = [node for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
     return frozenset(
         statement.target.id
@@ -273,7 +276,9 @@ def cache_bytes(config: VllmConfig, context: InferenceContext, longest: int, seq
         2 * model["num_hidden_layers"] * heads * head_size(model) * BYTES[context.dtype] // config.devices_per_engine
     )
     block = config.block_size or _CPU_BLOCK
+    # The cache is dealt out in whole blocks.
     sequence = -(-longest // block) * block * max(token, 1)
+    # With room for one alone, two requests would push each other out.
     return max(min(sequences * sequence, _CPU_CACHE), 2 * sequence)
 
 

@@ -96,6 +96,7 @@ class VllmBackend:
             )
         engine = await self._started()
         fields = sampling(request, self._longest - len(ids), self._chat.stop_ids)
+        # Prefix caches are a copy's own: a trajectory stays with the copy that has read its beginning.
         with self._homes.of(request, range(self._copies)) as copy:
             name = f"turnwise-{id(self)}-{next(self._names)}"
             work = engine.generate(ids.tolist(), fields, name, pictures, copy if self._copies > 1 else None)
@@ -146,6 +147,7 @@ class VllmBackend:
                 if offer.transport == "safetensors"
                 else {"payload": dict(offer.payload)}
             )
+            # Three steps, as vLLM's interface has it: begun in every worker, read by every worker, put into place.
             await engine.control("start_update")
             await engine.control(
                 "update", info={**where, "transport": offer.transport, "timeout": self._context.weight_sync_timeout}
@@ -203,6 +205,7 @@ class VllmBackend:
     async def close(self) -> None:
         """End what was started; requests in progress fail with EngineError. May be called twice."""
         self._closed = True
+        # A start that is not awaited any more would leave its processes behind.
         if self._starting is not None and self._engine is None:
             self._starting.cancel()
         self._running.break_off(CLOSED)

@@ -51,6 +51,7 @@ class VllmConfig:
     @property
     def capabilities(self) -> BackendCapabilities:
         """Adapters may come alone; the engine sleeps where it was started so; the arithmetic below."""
+        # How an attached server was started is not known here: the call itself shows whether it can sleep.
         awake = self.mode != "attach" and not self.enable_sleep_mode
         return BackendCapabilities(
             adapters=True,

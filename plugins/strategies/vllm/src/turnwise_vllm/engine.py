@@ -19,6 +19,7 @@ from turnwise_vllm.memory import KEYS, MEMORY, chain
 from turnwise_vllm.requests import Answer
 
 T = TypeVar("T")
+# Seconds in which vLLM's processes end by themselves.
 _SHUTDOWN = 20.0
 _CALL_FAILED = " method failed: "
 """Stands in vLLM's errors between the name of a call to its workers and what they said."""
@@ -100,6 +101,7 @@ class LocalEngine:
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        # After `stop`: what still runs on the loop is cancelled here, or Python would complain of it at the end.
         pending = asyncio.all_tasks(self._loop)
         for task in pending:
             task.cancel()
@@ -121,6 +123,7 @@ class LocalEngine:
             ) from error
         # vLLM raises its own errors, those of its libraries and those of its workers.
         except Exception as error:
+            # vLLM says so when its engine process is gone; without it the request alone has failed.
             if self._llm is not None and self._llm.errored:
                 raise EngineLost(_died(error, when)) from error
             raise EngineError(MEMORY.explained(_failed(error), chain(error), when)) from error
@@ -159,6 +162,7 @@ class LocalEngine:
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+        # Only the whole response is wanted: vLLM sends an answer for each token otherwise.
         chosen = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
         lora = LoRARequest(adapters.NAME, adapters.NUMBER, self._adapters) if self._adapters else None
         final = None

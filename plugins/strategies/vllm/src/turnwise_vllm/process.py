@@ -49,6 +49,7 @@ def server_environment(config: VllmConfig, context: InferenceContext, cpu: bool,
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if config.python_path:
         variables["PYTHONPATH"] = os.pathsep.join([*config.python_path, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # The server finds its devices by the environment; in this process `device_ids` says them.
     if context.devices and not cpu:
         variables["CUDA_VISIBLE_DEVICES"] = visible(context.devices)
     return variables
@@ -70,6 +71,7 @@ def server_command(arguments: Mapping[str, Any], port: int) -> list[str]:
     for name, value in arguments.items():
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
+            # vLLM's command line has a --no-… form of every switch.
             command.append(option if value else f"--no-{option[2:]}")
         elif isinstance(value, (dict, list)):
             command += [option, json.dumps(value)]

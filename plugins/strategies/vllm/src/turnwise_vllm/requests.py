@@ -51,6 +51,7 @@ def sampling(request: Request, room: int, stop_ids: Sequence[int]) -> dict[str, 
         "temperature": args.temperature,
         "top_p": args.top_p,
         "top_k": args.top_k,
+        # Not negative: vLLM takes −1 for no seed.
         "seed": request.seed % 2**63,
         "stop_token_ids": list(stop_ids),
         # The chat's stop ids hold it, if it ends a turn.
@@ -81,6 +82,7 @@ def generation(answer: Answer, request: Request, chat: Chat, mode: str) -> Gener
     ids = int32(answer.ids)
     # None where they are of another definition: the trainer then computes its own.
     logprobs = float32(answer.logprobs) if are_ours(request.args, mode) else None
+    # Also where they are not passed on: tokens drawn from such logits are worth nothing.
     if not np.isfinite(answer.logprobs).all():
         raise EngineError(
             "the model's logits are not finite, so nothing can be sampled. Fix: look at the last updates (learning"

@@ -8,6 +8,7 @@ import runpy
 from turnwise_serving.engine.turnwise_child import end_with_the_starter
 from turnwise_vllm.images import declare_torchvision
 
+# Seconds between the request to end and the kill: vLLM's processes give their memory back meanwhile.
 _PATIENCE = 10.0
 
 declare_torchvision()

@@ -24,6 +24,7 @@ from turnwise_vllm.memory import MEMORY
 from turnwise_vllm.process import Server
 from turnwise_vllm.requests import Answer
 
+# Seconds for questions that a live server answers at once.
 _PROBE = 60.0
 _ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
     "pause": ("/pause", {"mode": "keep", "clear_cache": "false"}),
@@ -66,6 +67,7 @@ class ServedEngine:
             await self.control("version")
         else:
             await self.control("set_version", new_version="0")
+            # The warm-up that would do it is left out on a CPU (see WorkerExtension.prepare_pipeline).
             if cpu_build() and self._config.pipeline_parallel_size > 1:
                 await self._post("/collective_rpc", {"method": "prepare_pipeline"}, _PROBE)
 
@@ -75,9 +77,11 @@ class ServedEngine:
         """Raises EngineError. Cancelling closes the connection, and the server drops the request."""
         body: dict[str, Any] = {"request_id": name, "token_ids": ids, "sampling_params": sampling}
         if pictures:
+            # Off the event loop: pixels are encoded as text.
             body["features"] = await asyncio.to_thread(features, pictures)
         if self._context.lora is not None:
             body["model"] = adapters.NAME
+        # vLLM deals requests out itself where the header is missing, wherever their beginning is cached.
         headers = {} if copy is None else {"X-data-parallel-rank": str(copy)}
         response = await self._post("/inference/v1/generate", body, self._config.request_timeout, headers)
         choice = response["choices"][0]
@@ -104,6 +108,7 @@ class ServedEngine:
             case "begin_adapters":
                 return await self._begin_adapters(timeout)
             case "start_update":
+                # Before every update: a server that was started anew at this address has not been initialised.
                 await self._post("/init_weight_transfer_engine", {"init_info": {}}, timeout)
             case "update":
                 arguments = {"update_info": arguments["info"]}
@@ -151,6 +156,7 @@ class ServedEngine:
         if (dtype := str(model["dtype"]).removeprefix("torch.")) != DTYPES[self._context.dtype]:
             wrong.append(f"--dtype {DTYPES[self._context.dtype]} (it has {dtype})")
         if self._context.lora is not None:
+            # vLLM takes a few ranks only: the least that holds the run's.
             wanted = adapters.engine_arguments(self._context.lora)["max_lora_rank"]
             rank = (config.get("lora_config") or {}).get("max_lora_rank", 0)
             if rank < wanted:

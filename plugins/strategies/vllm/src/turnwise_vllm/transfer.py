@@ -32,6 +32,7 @@ from turnwise_vllm.seeds import take_back_draws
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
+# As checkpoints name them: model.layers.3.mlp.experts.7.up_proj.weight.
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 _OTHER_TARGET = "Fix: another lora_target, or lora_sync: merged"
 
@@ -63,6 +64,7 @@ class Receiver(WeightTransferEngine):
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
+        # Kept from update to update: so is the process group that it joins.
         self._member = Member(torch.device(device))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -141,6 +143,7 @@ class Receiver(WeightTransferEngine):
                 numbers.add(found[2])
                 parts.add(found[3])
         for layer, (numbers, parts) in experts.items():
+            # Whole experts that are lacking do not show here, but in `_missing_parameters`.
             every = (f"{layer}.{number}.{part}" for number in sorted(numbers) for part in sorted(parts))
             yield from (name for name in every if name not in self._names)
 
@@ -188,6 +191,7 @@ class WorkerExtension:
 
         Raises EngineError: vLLM does not take them.
         """
+        # vLLM offers no public way to its table of adapted modules.
         manager = self.model_runner.lora_manager._adapter_manager
         known = {
             part

@@ -42,6 +42,7 @@ def _watch(clean: Callable[[], None] | None, patience: float) -> None:
     if patience:
         os.killpg(os.getpgid(0), signal.SIGTERM)
         time.sleep(patience)
+    # The whole group: engines start processes of their own, which do not watch this end.
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
