@@ -20,11 +20,12 @@ from turnwise.contracts.chat import Message
 from turnwise.contracts.env_manager import Episode, Sampler
 from turnwise.contracts.inference import Request
 from turnwise.contracts.logger import LoggerContext
-from turnwise.contracts.loss import LossView
+from turnwise.contracts.loss import LossCapabilities, LossView
 from turnwise.contracts.train import Offer
 from turnwise.data.batch import Batch, Table
+from turnwise.data.ops import trains
 from turnwise.data.rows import Rows, Update, UpdateResult
-from turnwise.data.trajectory import Generation, Trajectory, int32
+from turnwise.data.trajectory import Generation, Trajectory, Turn, int32
 from turnwise.errors import EnvironmentFailure
 from turnwise.testing import fixtures
 from turnwise.testing.fakes import (
@@ -80,6 +81,19 @@ class SeedsOf31Bits(FakeEnvironment):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
         (seed or 0).to_bytes(4, signed=True)  # as a library in C does
         return super().reset(seed=seed, options=options)
+
+
+class SeedsByHash(FakeEnvironment):
+    """Another task in every process: `hash()` of a text is salted."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        return super().reset(seed=hash(str(seed)) % 2**32, options=options)
+
+
+class OrdersBySet(FakeEnvironment):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        _, info = super().reset(seed=seed, options=options)
+        return f"{seed}: " + " ".join({"apple", "pear", "plum", "cherry", "quince", "fig"}), info
 
 
 class RemembersEpisodes(FakeEnvironment):
@@ -154,6 +168,28 @@ class ReadsGroupNumbers(FakeEstimator):
     def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         advantages, returns = super().compute(batch)
         return advantages * (1 + batch.trajectories["group"][batch.tokens["trajectory"]]), returns
+
+
+class ReadsWhatWasFiltered(FakeEstimator):
+    """The baseline of a group counts members that a filter dropped."""
+
+    def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        everything = batch.with_trajectories(trains=np.ones(len(batch.trajectories), np.bool_))
+        advantages, returns = super().compute(everything)
+        kept = trains(batch)[batch.tokens["trajectory"]]
+        return advantages * kept, returns * kept
+
+
+class TrainsWhatWasFiltered(FakeEstimator):
+    def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        advantages, returns = super().compute(batch)
+        dropped = batch.tokens["response_mask"] & ~trains(batch)[batch.tokens["trajectory"]]
+        return advantages + dropped, returns
+
+
+class MixesRoles(FakeEstimator):
+    def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        return super().compute(batch.with_trajectories(traj_group_id=batch.trajectories["group"]))
 
 
 class DividesByTheSpread(FakeEstimator):
@@ -264,6 +300,50 @@ class Explodes(FakeLoss):
         return -view.advantages * (5 * (view.log_probs - view.old_log_probs)).exp(), {}
 
 
+class CentresOverTheView(FakeLoss):
+    """Its gradient depends on how an update is cut into micro-batches."""
+
+    def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
+        return -(view.advantages - view.advantages.mean()) * view.log_probs, {}
+
+
+class DropsTheFirstToken(FakeLoss):
+    def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
+        loss = super().loss(view)[0]
+        first = view.sample.diff(prepend=view.sample[:1] - 1) != 0
+        return loss.masked_fill(first, 0.0), {}
+
+
+class FlipsTheSign(FakeLoss):
+    def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
+        return -super().loss(view)[0], {}
+
+
+class DeniesItsRatio(FakeLoss):
+    capabilities = LossCapabilities(uses_ratio=False)
+
+    def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
+        return -view.advantages * view.log_ratio.exp(), {}
+
+
+class ClaimsARatio(FakeLoss):
+    capabilities = LossCapabilities()
+
+
+class TakesItsOwnRatio(FakeLoss):
+    """`ratio_type` has no effect on it, and it does not say so."""
+
+    capabilities = LossCapabilities()
+
+    def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
+        return -view.advantages * (view.log_probs - view.old_log_probs).clamp(-20, 20).exp(), {}
+
+
+class NeedsTheReference(FakeLoss):
+    def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
+        return super().loss(view)[0] + 0.01 * (view.log_probs - view.ref_log_probs), {}
+
+
 class IgnoresTheTemperature(FakeBackend):
     async def generate(self, request: Request) -> Generation:
         return await super().generate(evolve(request, args=evolve(request.args, temperature=1.0)))
@@ -328,6 +408,56 @@ class Swallows(FakeEnvManager):
             return await super().run(episode, sampler)
         except EnvironmentFailure:
             return Trajectory(episode.tag, episode.group, episode.member, episode.seed, (), "terminated")
+
+
+class MisplacesLogProbs(FakeEnvManager):
+    def samples(self, trajectory: Trajectory) -> list[Any]:
+        return [evolve(row, logprobs=np.roll(row.logprobs, -1)) for row in super().samples(trajectory)]
+
+
+class MixesVersions(FakeEnvManager):
+    def samples(self, trajectory: Trajectory) -> list[Any]:
+        rows = super().samples(trajectory)
+        return [evolve(row, versions=np.where(row.response_mask, row.versions.max(), -1)) for row in rows]
+
+
+class PlaysOtherwise(FakeEnvManager):
+    """Changes the turns, or the whole, of what was played."""
+
+    async def run(self, episode: Episode, sampler: Sampler) -> Trajectory:
+        played = await super().run(episode, sampler)
+        return evolve(played, turns=tuple(self.changed(list(played.turns))))
+
+    def changed(self, turns: list[Turn]) -> list[Turn]:
+        return turns
+
+
+class ZeroesRewards(PlaysOtherwise):
+    def changed(self, turns: list[Turn]) -> list[Turn]:
+        return [evolve(turn, reward=0.0) for turn in turns]
+
+
+class PaysATurnLate(PlaysOtherwise):
+    def changed(self, turns: list[Turn]) -> list[Turn]:
+        rewards = [0.0, *(turn.reward for turn in turns)]
+        return [evolve(turn, reward=reward) for turn, reward in zip(turns, rewards)]
+
+
+class AnchorsAfterTheStep(PlaysOtherwise):
+    def changed(self, turns: list[Turn]) -> list[Turn]:
+        following = [*(turn.anchor for turn in turns[1:]), "the end"]
+        return [evolve(turn, anchor=anchor) for turn, anchor in zip(turns, following)]
+
+
+class CallsTruncatedTerminated(FakeEnvManager):
+    async def run(self, episode: Episode, sampler: Sampler) -> Trajectory:
+        played = await super().run(episode, sampler)
+        return evolve(played, stop_reason="terminated") if played.stop_reason == "truncated" else played
+
+
+class AlwaysSucceeds(FakeEnvManager):
+    async def run(self, episode: Episode, sampler: Sampler) -> Trajectory:
+        return evolve(await super().run(episode, sampler), success=True)
 
 
 class MarksPrompts(FakeEnvManager):
@@ -403,15 +533,15 @@ class OpenSource(FakeModelSource):
 @hookimpl
 def environments() -> list[Implementation]:
     made = [SeedsGlobally, DrawsGlobally, SharesState, IgnoresSeed, SeedsOf31Bits, RemembersEpisodes, HoldsALambda]
-    return [
-        Implementation(c.__name__, c)
-        for c in [*made, RewardsNan, TellsLists, ClosesOnce, RaisesOnEmpty, NeedsTheResponse, RendersFloats]
-    ]
+    made += [RewardsNan, TellsLists, ClosesOnce, RaisesOnEmpty, NeedsTheResponse, RendersFloats]
+    made += [SeedsByHash, OrdersBySet]
+    return [Implementation(c.__name__, c) for c in made]
 
 
 @hookimpl
 def advantage_estimators() -> list[Implementation]:
-    made = (LeaksOutsideTheMask, CountsRows, ReadsGroupNumbers, DividesByTheSpread, WritesIntoTheBatch, SinglePrecision)
+    made = [LeaksOutsideTheMask, CountsRows, ReadsGroupNumbers, DividesByTheSpread, WritesIntoTheBatch, SinglePrecision]
+    made += [ReadsWhatWasFiltered, TrainsWhatWasFiltered, MixesRoles]
     return [Implementation(c.__name__, c) for c in made]
 
 
@@ -434,7 +564,10 @@ def loggers() -> list[Implementation]:
 def policy_losses() -> list[Implementation]:
     return [
         Implementation(c.__name__, c)
-        for c in (MeanLoss, MetricWithGradient, UsesTheEntropy, WeighsByPosition, Explodes)
+        for c in (
+            *(MeanLoss, MetricWithGradient, UsesTheEntropy, WeighsByPosition, Explodes, CentresOverTheView),
+            *(DropsTheFirstToken, FlipsTheSign, DeniesItsRatio, ClaimsARatio, TakesItsOwnRatio, NeedsTheReference),
+        )
     ]
 
 
@@ -455,7 +588,9 @@ def train_strategies() -> list[Implementation]:
 
 @hookimpl
 def env_managers() -> list[Implementation]:
-    return [Implementation(c.__name__, c) for c in (EncodesAgain, Swallows, MarksPrompts, RepeatsRows)]
+    made = [EncodesAgain, Swallows, MarksPrompts, RepeatsRows, MisplacesLogProbs, MixesVersions, ZeroesRewards]
+    made += [PaysATurnLate, AnchorsAfterTheStep, CallsTruncatedTerminated, AlwaysSucceeds]
+    return [Implementation(c.__name__, c) for c in made]
 
 
 @hookimpl

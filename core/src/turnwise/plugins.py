@@ -61,6 +61,12 @@ class Registry:
         """Hold further entries as they are, of no plugin (for tests: turnwise.testing.registered)."""
         self._entries += entries
 
+    @property
+    def declared(self) -> list[str]:
+        """The modules and files (by their whole paths) that were declared: another process that declares them has the
+        same implementations."""
+        return sorted(self._seen)
+
     def entries(self, kind: str | None = None) -> list[Entry]:
         """All entries, or those of a kind, by kind and name; blocked plugins left out."""
         mine = [e for e in self._entries if kind in (None, e.kind) and not self._is_blocked(e.plugin, e.distribution)]

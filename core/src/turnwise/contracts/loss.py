@@ -46,7 +46,7 @@ class LossView:
 
 @frozen
 class LossCapabilities(Capabilities):
-    """`uses_ratio`: old log-probs matter; False: more than one update a step is a warning. `own_ratio`: it does not use
+    """`uses_ratio`: the old log-probs, or the sampler's, matter; False: more than one update a step is a warning. `own_ratio`: it does not use
     the ratio that `ratio_type` chooses. `needs_infer_log_probs`: refused without the sampler's log-probs, and beside a
     correction's weight, for which it stands itself. `clips`: its metric `clip_frac` is that of a clipped surrogate,
     which has a healthy range.

@@ -18,8 +18,9 @@ from turnwise.contracts.environment import Response
 from turnwise.contracts.estimator import EstimatorContext
 from turnwise.contracts.group_filter import FilterContext
 from turnwise.contracts.logger import LoggerContext
-from turnwise.contracts.loss import LossContext, LossView
+from turnwise.contracts.loss import LossCapabilities, LossContext, LossView
 from turnwise.data.batch import Batch, Table
+from turnwise.data.ops import segment_means, trains, trajectories_to_tokens
 from turnwise.data.trajectory import Generation, Sample, StopReason, Trajectory, Turn, int32
 from turnwise.testing.fake_model import FakeBackend, FakeBackendConfig, FakeChat, FakeModelSource, FakeStrategy
 from turnwise.testing.fake_runtime import FakeRole, FakeRuntime
@@ -53,7 +54,7 @@ class FakeEnvironment:
     `fails` at turn `fails_at` (0: reset) of episodes whose seed is a multiple of `fails_every`: `raise`, `hang` (for
     `hang` seconds, then it goes on), `nan` (as the reward) or `nontext` (as the observation; at reset both are the
     observation). `success`: at least half of the possible score. `tasks`: makes it a data-set environment of that many
-    rows. `images`: observations hold a 2×2 image.
+    rows. `images`: observations hold a 2×2 image. `truncates`: the last turn is a time limit, not an end.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class FakeEnvironment:
         hang: float = 3600.0,
         tasks: int = 0,
         images: bool = False,
+        truncates: bool = False,
     ) -> None:
         self._length, self._target, self._reward, self._images = length, target, reward, images
+        self._truncates = truncates
         self._fails, self._fails_at, self._fails_every, self._hang = fails, fails_at, fails_every, hang
         self._seed, self._turn, self._score, self._start = 0, 0, 0.0, 0
         if tasks:
@@ -89,7 +92,8 @@ class FakeEnvironment:
         self._score += reward
         done = self._turn >= self._length
         observation = math.nan if failure == "nontext" else self._observation()
-        return observation, math.nan if failure == "nan" else reward, done, False, self._info(done)
+        ends = (False, done) if self._truncates else (done, False)
+        return observation, math.nan if failure == "nan" else reward, *ends, self._info(done)
 
     def _failure(self) -> Failure:
         """What goes wrong at this turn; `raise` and `hang` happen here."""
@@ -241,17 +245,17 @@ class FakeEstimator:
 
     def compute(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """(advantages, returns), float64 [T]; the return is the score."""
-        table = batch.trajectories
+        scores, counts = batch.trajectories["scores"], trains(batch)
         # Groups may have any numbers, and bincount wants dense ones.
-        _, group = np.unique(table["group"], return_inverse=True)
-        mean = np.bincount(group, table["scores"]) / np.maximum(np.bincount(group), 1)
-        centred = table["scores"] - mean[group]
-        owner, mask = batch.tokens["trajectory"], batch.tokens["response_mask"]
-        return np.where(mask, centred[owner], 0.0), np.where(mask, table["scores"][owner], 0.0)
+        _, group = np.unique(batch.trajectories["traj_group_id"], return_inverse=True)
+        mean = segment_means(scores[counts], group[counts], len(scores))
+        return trajectories_to_tokens(batch, scores - mean[group]), trajectories_to_tokens(batch, scores)
 
 
 class FakeLoss:
     """−A·log-prob per token: arithmetic alone, so it works on tensors and arrays alike."""
+
+    capabilities = LossCapabilities(uses_ratio=False)
 
     def __init__(self, config: None, context: LossContext) -> None:
         self._context = context

@@ -19,17 +19,24 @@ def runner() -> Iterator[asyncio.Runner]:
         yield shared
 
 
+@pytest.fixture(scope="session")
+def subjects(request: pytest.FixtureRequest) -> list[Subject]:
+    """Everything under test."""
+    plugins = request.config.pluginmanager.get_plugins()
+    return next(plugin.subjects for plugin in plugins if isinstance(plugin, ConformancePlugin))
+
+
 class ConformancePlugin:
     """Gives contract tests `implementation`: one test per subject of the file's kind."""
 
     def __init__(self, subjects: list[Subject], strict: bool) -> None:
-        self._subjects = subjects
+        self.subjects = subjects
         self._strict = strict
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """One test per implementation; one that lacks a package is skipped."""
         if "implementation" in metafunc.fixturenames:
-            mine = [subject for subject in self._subjects if subject.entry.kind == metafunc.module.KIND]
+            mine = [subject for subject in self.subjects if subject.entry.kind == metafunc.module.KIND]
             metafunc.parametrize("implementation", [_parameter(subject) for subject in mine])
 
     @pytest.hookimpl(wrapper=True)

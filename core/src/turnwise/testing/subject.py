@@ -18,13 +18,13 @@ class Subject:
 
     `Implementation.fixtures` is a function without arguments that returns a dictionary with any of these keys:
     `config`: the structured options, or a mapping of them. `context`: the context of its kind. `env_config`: an
-    environment's options.
-    `actions`: texts to play an environment with, where its `info` names none. `reference_logprobs(ids, temperature)`:
-    float32 log-probs of tokens 1…n−1 of `ids` int32 [n] by a method that is known to be right (an entry for token 0 may
-    stand before them). `vocab_size`: ids below it are valid (64). `atol`: the tolerance of log-probs (1e-3). `lr`: a
-    learning rate that moves the weights (1e-3). `request(seed)`: a request for a backend that takes messages.
-    `backend`: a backend that is already built. `offer(version)`: weights for a backend to receive. `pretrain` and
-    `texts`: what a model source prepares, and texts that its chat can write.
+    environment's options. `actions`: texts to play an environment with, where its `info` names none. `samplers`: names
+    of the further models that a manager asks. `reference_logprobs(ids, temperature)`: float32 log-probs of tokens
+    1…n−1 of `ids` int32 [n] by a method that is known to be right (an entry for token 0 may stand before them).
+    `vocab_size`: ids below it are valid (64). `atol`: the tolerance of log-probs (1e-3). `lr`: a learning rate that
+    moves the weights (1e-3). `request(seed)`: a request for a backend that takes messages. `backend`: a backend that is
+    already built. `offer(version)`: weights for a backend to receive. `pretrain` and `texts`: what a model source
+    prepares, and texts that its chat can write.
     """
 
     def __init__(self, entry: Entry) -> None:

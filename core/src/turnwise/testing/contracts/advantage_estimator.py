@@ -1,5 +1,5 @@
-"""What every estimator keeps: advantages on sampled tokens alone, finite, and the same however groups are numbered and
-rows are cut."""
+"""What every estimator keeps: advantages on sampled tokens alone, finite, and the same however groups are numbered, rows
+are cut, and whatever was filtered out."""
 
 from __future__ import annotations
 
@@ -95,6 +95,48 @@ def test_the_rows_do_not_matter(implementation: Subject) -> None:
             " over rows."
         )
         np.testing.assert_allclose(second[cut.sampled], first[whole.sampled], rtol=1e-6, atol=1e-9, err_msg=message)
+
+
+def test_what_a_filter_dropped_has_no_influence(implementation: Subject) -> None:
+    estimator = build(implementation)
+    made = trajectories()
+    # One member of every group, and a whole group.
+    kept = [t for t in made if t.member != 1 and t.group != 2]
+    alone = prepared(implementation, kept)
+    trains = np.array([t.member != 1 and t.group != 2 for t in made])
+    filtered = prepared(implementation, made).with_trajectories(trains=trains)
+    results = zip(("advantages", "returns"), estimator.compute(alone), estimator.compute(filtered))
+    for name, wanted, found in results:
+        got = by_trajectory(filtered, found)
+        for key, values in by_trajectory(alone, wanted).items():
+            message = (
+                f"{name} change with trajectories that a group filter has dropped. Fix: leave them out of every mean and"
+                " spread; turnwise.data.ops.trains(batch) tells which train."
+            )
+            np.testing.assert_allclose(got[key], values, rtol=1e-6, atol=1e-9, err_msg=message)
+        dropped = found[~trains[filtered.tokens["trajectory"]]]
+        assert not dropped.any(), (
+            f"trajectories that a group filter has dropped have {name}. Fix: 0 there, as the helpers of"
+            " turnwise.data.ops write it."
+        )
+
+
+def test_the_members_of_another_role_are_another_group(implementation: Subject) -> None:
+    estimator = build(implementation)
+    # Two players of every episode; seeds of their own, by which the trajectories are told apart here.
+    first = [evolve(t, role="first") for t in trajectories()]
+    second = [evolve(t, role="second", seed=t.seed + 5000) for t in trajectories(seed=1)]
+    renumbered = [evolve(t, role="", group=2 * t.group + (t.role == "second")) for t in (*first, *second)]
+    results = []
+    for batch in (prepared(implementation, [*first, *second]), prepared(implementation, renumbered)):
+        results.append([by_trajectory(batch, values) for values in estimator.compute(batch)])
+    for name, roles, groups in zip(("advantages", "returns"), *results):
+        for key, values in groups.items():
+            message = (
+                f"{name} mix the roles of an episode. Fix: compare by the column traj_group_id, which numbers group and"
+                " role, and not by group."
+            )
+            np.testing.assert_allclose(roles[key], values, rtol=1e-6, atol=1e-9, err_msg=message)
 
 
 def test_groups_of_one_and_groups_without_variance_are_finite(implementation: Subject) -> None:

@@ -1,5 +1,5 @@
-"""What every manager keeps: sampled tokens travel untouched, limits hold, samples are sound, failures pass, episodes do
-not meet.
+"""What every manager keeps: sampled tokens travel untouched, what the environment told arrives in its place, limits
+hold, samples are sound, failures pass, episodes do not meet.
 
 A manager may call the model several times to a step of the environment, and give several trajectories of an episode,
 one for each role."""
@@ -11,157 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attrs import define, evolve, field
+from attrs import evolve
 
-from turnwise.contracts.chat import Message
-from turnwise.contracts.env_manager import Episode, Limits, ManagerCapabilities, ManagerContext
-from turnwise.contracts.environment import Response, check_reset, check_step
-from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
-from turnwise.data.trajectory import Generation, Trajectory, Turn
+from turnwise.contracts.env_manager import ManagerCapabilities, ManagerContext
+from turnwise.contracts.environment import Response
+from turnwise.data.trajectory import Turn
 from turnwise.errors import EnvironmentFailure
-from turnwise.testing.fakes import FakeBackend, FakeBackendConfig, FakeChat, FakeEnvironment
+from turnwise.testing.compare import same
+from turnwise.testing.recorded import LIMITS, TURNS, RecordingSampler, episode, listed, opponents, play
 from turnwise.testing.subject import Subject
 
 KIND = "env_manager"
-TURNS = 3
-LIMITS = Limits(sequence_length=8192, max_new_tokens=6, max_tokens_per_step=5, max_turns=TURNS)
-
-
-@define
-class PlainEnvironment:
-    """The fake environment as a manager sees it."""
-
-    environment: FakeEnvironment
-    seed: int
-    steps: list[tuple[str, Response | None, float]] = field(factory=list)
-
-    async def reset(self) -> tuple[Any, dict[str, Any]]:
-        """Reset, checked."""
-        return check_reset(self.environment.reset(seed=self.seed), "fake")
-
-    async def step(
-        self, action: str, response: Response | None = None
-    ) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Step, checked; what the environment raises is an EnvironmentFailure."""
-        try:
-            answer = check_step(self.environment.step(action), "fake")
-            self.steps.append((action, response, answer[1]))
-            return answer
-        except RuntimeError as error:
-            raise EnvironmentFailure(str(error)) from error
-
-
-@define
-class RecordingSampler:
-    """Samples with the fake backend and writes down every call; with `input: messages` it answers with text alone."""
-
-    seed: int
-    input: str = "ids"
-    calls: list[dict[str, Any]] = field(factory=list)
-    answers: list[Generation] = field(factory=list)
-    _backend: FakeBackend = field(factory=lambda: FakeBackend(FakeBackendConfig(), InferenceContext(None, FakeChat())))
-
-    async def generate(
-        self,
-        *,
-        turn: int,
-        ids: np.ndarray | None = None,
-        messages: list[Message] | None = None,
-        images: tuple[np.ndarray, ...] = (),
-        max_new_tokens: int,
-        actions: tuple[str, ...] = (),
-    ) -> Generation:
-        """Sample one response."""
-        self.calls.append(
-            {
-                "turn": turn,
-                "ids": ids,
-                "messages": messages,
-                "images": images,
-                "max_new_tokens": max_new_tokens,
-                "actions": actions,
-            }
-        )
-        prompt = np.zeros(1, np.int32) if ids is None else ids
-        answer = await self._backend.generate(
-            Request(1000 * self.seed + turn, GeneratingArgs(), max_new_tokens, ids=prompt)
-        )
-        if self.input == "messages":
-            answer = Generation(answer.text, None, None, None, answer.finish)
-        self.answers.append(answer)
-        return answer
 
 
 def build(implementation: Subject) -> Any:
     return implementation.build(implementation.supplied.get("context", ManagerContext(tag="fake", max_turns=TURNS)))
-
-
-def opponents(implementation: Subject, seed: int) -> dict[str, RecordingSampler]:
-    """The further models that the author's fixture names under `samplers`."""
-    return {
-        name: RecordingSampler(seed + 500 + k, "messages")
-        for k, name in enumerate(implementation.supplied.get("samplers", ()))
-    }
-
-
-def episode(
-    seed: int = 0, limits: Limits = LIMITS, chat: FakeChat | None = None, samplers: Any = None, **options: Any
-) -> Episode:
-    environment: Any = PlainEnvironment(FakeEnvironment(**options), seed)
-    return Episode(environment, chat or FakeChat(), limits, "fake", 2, seed, 1, seed, samplers or {})
-
-
-@define
-class Game:
-    """One episode as it was played: its trajectories, the run's own sampler, and the steps that the environment
-    took."""
-
-    trajectories: list[Trajectory]
-    sampler: RecordingSampler
-    steps: list[tuple[str, Response | None, float]]
-
-    @property
-    def calls(self) -> list[tuple[Turn, dict[str, Any], Generation]]:
-        """(turn, what was asked, the answer) for every turn of every trajectory, matched by the tokens."""
-        left = list(zip(self.sampler.calls, self.sampler.answers, strict=True))
-        found = []
-        for turn in [turn for trajectory in self.trajectories for turn in trajectory.turns]:
-            same = [k for k, (call, answer) in enumerate(left) if _is_call(turn, call, answer)]
-            assert same, (
-                f"the turn {turn.text!r} is no call of the model: its prompt or its sampled ids were changed (decoded"
-                " and encoded again?)."
-            )
-            found.append((turn, *left.pop(same[0])))
-        assert not left, f"{len(left)} calls of the model are in no trajectory."
-        return found
-
-
-def _is_call(turn: Turn, call: dict[str, Any], answer: Generation) -> bool:
-    if call["ids"] is None or answer.ids is None:
-        return turn.text == answer.text
-    return np.array_equal(turn.prompt_ids, call["ids"]) and np.array_equal(
-        turn.response_ids[turn.response_mask], answer.ids
-    )
-
-
-def play(
-    implementation: Subject, manager: Any, runner: asyncio.Runner, seed: int = 0, input: str = "ids", **options: Any
-) -> Game:
-    sampler = RecordingSampler(seed, input)
-    played = episode(seed, samplers=opponents(implementation, seed), **options)
-    if input == "messages":
-        played = evolve(played, chat=None)
-    environment: Any = played.environment
-    return Game(_listed(runner.run(manager.run(played, sampler))), sampler, environment.steps)
-
-
-def _listed(played: Trajectory | list[Trajectory]) -> list[Trajectory]:
-    trajectories = [played] if isinstance(played, Trajectory) else played
-    roles = [trajectory.role for trajectory in trajectories]
-    assert len(set(roles)) == len(roles) > 0, (
-        f"run returned trajectories of the roles {roles}; each needs one of its own."
-    )
-    return trajectories
 
 
 def test_the_trajectories_tell_who_they_are_and_how_they_ended(implementation: Subject, runner: asyncio.Runner) -> None:
@@ -187,8 +51,46 @@ def test_the_trajectories_tell_who_they_are_and_how_they_ended(implementation: S
     )
     longer = play(implementation, manager, runner, length=50)
     assert (len(longer.steps), {t.stop_reason for t in longer.trajectories}) == (TURNS, {"turns"})
-    alone = len(game.trajectories) == 1 and not implementation.supplied.get("samplers")
-    assert len(game.calls) >= TURNS or not alone, "fewer turns than steps of the environment."
+    assert len(game.calls) >= TURNS or not game.alone, "fewer turns than steps of the environment."
+    cut = play(implementation, manager, runner, truncates=True)
+    assert {t.stop_reason for t in cut.trajectories} == {"truncated"}, (
+        "the environment ended the episode by its time limit (truncated), and a trajectory tells another reason."
+    )
+    won = play(implementation, manager, runner, reward=0.0)  # of nothing, half is reached
+    for told in (game, won) if game.alone else ():
+        assert told.trajectories[0].success == told.world.infos[-1]["success"], (
+            "the trajectory's success is not what info['success'] of the last step said."
+        )
+
+
+def test_rewards_belong_to_the_step_that_earned_them(implementation: Subject, runner: asyncio.Runner) -> None:
+    manager = build(implementation)
+    for seed in range(4):
+        # What the two differ in comes from the environment: a manager's own terms (a penalty of form) are in both.
+        once, thrice = (play(implementation, manager, runner, seed, reward=reward) for reward in (1.0, 3.0))
+        earned = [b[2] - a[2] for a, b in zip(once.steps, thrice.steps, strict=True)]
+        arrived = [0.0] * len(earned)
+        for (turn, call, _), (other, *_) in zip(once.calls, thrice.calls, strict=True):
+            arrived[call["step"]] += other.reward - turn.reward
+        assert any(arrived) or not any(earned), "no reward of the environment arrived."
+        if once.alone:
+            np.testing.assert_allclose(
+                arrived, earned, atol=1e-9, err_msg="a turn's reward is not what the environment gave for its action."
+            )
+
+
+def test_an_anchor_is_the_state_before_the_call(implementation: Subject, runner: asyncio.Runner) -> None:
+    game = play(implementation, build(implementation), runner)
+    seen: set[int] = set()
+    for turn, call, _ in game.calls:
+        if call["step"] in seen:
+            continue  # a further call about the same state may say so in its anchor
+        seen.add(call["step"])
+        before = game.world.infos[call["step"]]["state_key"]
+        assert same(turn.anchor, before), (
+            f"the turn's anchor is {turn.anchor!r}; the state before its call was {before!r}. Fix: take"
+            " info['state_key'] before environment.step answers."
+        )
 
 
 def test_sampled_tokens_and_their_log_probs_travel_untouched(implementation: Subject, runner: asyncio.Runner) -> None:
@@ -202,6 +104,7 @@ def test_sampled_tokens_and_their_log_probs_travel_untouched(implementation: Sub
             turn.response_ids[mask], answer.ids, "sampled ids were changed (decoded and encoded again?)."
         )
         np.testing.assert_array_equal(turn.logprobs[mask], answer.logprobs, "log-probs were changed.")
+        np.testing.assert_array_equal(turn.versions[mask], answer.versions, "policy versions were changed.")
         np.testing.assert_array_equal(turn.prompt_ids, call["ids"], "prompt_ids are not what the model was given.")
         assert np.isfinite(turn.reward)
 
@@ -236,7 +139,7 @@ def test_the_whole_response_reaches_the_environment(implementation: Subject, run
 def test_samples_hold_every_sampled_token_once(implementation: Subject, runner: asyncio.Runner) -> None:
     manager = build(implementation)
     for trajectory in play(implementation, manager, runner).trajectories:
-        seen: dict[int, list[int]] = {}
+        seen: dict[int, list[tuple[int, float, int]]] = {}
         for row in manager.samples(trajectory):
             length = len(row.input_ids)
             assert length <= LIMITS.sequence_length
@@ -245,17 +148,26 @@ def test_samples_hold_every_sampled_token_once(implementation: Subject, runner: 
             assert row.response_mask.shape == row.turn.shape == row.versions.shape == (length,)
             assert row.logprobs is not None
             assert row.logprobs.shape == (length,)
-            assert not row.response_mask[0], (
-                "the first token of a row is marked as sampled; a token needs one before it."
-            )
-            assert (row.turn[~row.response_mask] == -1).all(), "turn must be −1 where nothing was sampled."
-            assert (row.versions[row.response_mask] >= 0).all(), "a sampled token has no policy version."
-            for turn, token in zip(row.turn[row.response_mask], row.input_ids[row.response_mask]):
-                seen.setdefault(int(turn), []).append(int(token))
-        expected = {k: turn.response_ids[turn.response_mask].tolist() for k, turn in enumerate(trajectory.turns)}
-        assert seen == {k: ids for k, ids in expected.items() if ids}, (
-            "the rows hold other sampled tokens than the turns."
-        )
+            mask = row.response_mask
+            assert not mask[0], "the first token of a row is marked as sampled; a token needs one before it."
+            assert (row.turn[~mask] == -1).all(), "turn must be −1 where nothing was sampled."
+            assert not row.logprobs[~mask].any(), "log-probs must be 0 where nothing was sampled."
+            assert (row.versions[mask] >= 0).all(), "a sampled token has no policy version."
+            known = zip(row.turn[mask], row.input_ids[mask], row.logprobs[mask], row.versions[mask])
+            for turn, token, logprob, version in known:
+                seen.setdefault(int(turn), []).append((int(token), float(logprob), int(version)))
+        expected = {k: _sampled(turn) for k, turn in enumerate(trajectory.turns) if turn.response_mask.any()}
+        tokens, wanted = ({k: [t[0] for t in found[k]] for k in found} for found in (seen, expected))
+        assert tokens == wanted, "the rows hold other sampled tokens than the turns."
+        assert seen == expected, "a sampled token has another log-prob, or policy version, in its row than in its turn."
+
+
+def _sampled(turn: Turn) -> list[tuple[int, float, int]]:
+    """(id, log-prob, version) of the turn's sampled tokens."""
+    assert turn.logprobs is not None
+    columns = (turn.response_ids, turn.logprobs, turn.versions)
+    known = zip(*(column[turn.response_mask] for column in columns))
+    return [(int(token), float(logprob), int(version)) for token, logprob, version in known]
 
 
 def test_the_rows_are_as_many_as_the_manager_declares(implementation: Subject, runner: asyncio.Runner) -> None:
@@ -299,13 +211,13 @@ def test_episodes_do_not_meet(implementation: Subject, runner: asyncio.Runner) -
             ]
         )
 
-    for first, second in zip(alone, map(_listed, runner.run(together()))):
+    for first, second in zip(alone, map(listed, runner.run(together()))):
         for one, other in zip(first, second, strict=True):
             assert [t.text for t in one.turns] == [t.text for t in other.turns], (
                 "an episode changes when others play at the same time."
             )
-            for row, same in zip(manager.samples(one), manager.samples(other), strict=True):
-                np.testing.assert_array_equal(row.input_ids, same.input_ids)
+            for row, other_row in zip(manager.samples(one), manager.samples(other), strict=True):
+                np.testing.assert_array_equal(row.input_ids, other_row.input_ids)
 
 
 def test_images_are_kept_once_and_named_by_index(implementation: Subject, runner: asyncio.Runner) -> None:

@@ -1,5 +1,5 @@
-"""What every environment keeps: it is a function of seed and actions, alone in its process, and returns what the
-contract names."""
+"""What every environment keeps: it is a function of seed and actions, alone in its process and the same in every other,
+and returns what the contract names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import pytest
 from attrs import define, field
 
 from turnwise.contracts.environment import Response, check_reset, check_step, takes_response
+from turnwise.plugins import registry
 from turnwise.testing.compare import changed, global_random_state, global_seed, same
+from turnwise.testing.elsewhere import played_elsewhere, report_to
 from turnwise.testing.subject import Subject
 
 KIND = "environment"
@@ -92,10 +94,42 @@ def test_same_seed_and_actions_give_the_same_trajectory(implementation: Subject,
 
 def test_other_seeds_differ_somewhere(implementation: Subject, runner: asyncio.Runner) -> None:
     player = hand(implementation, runner)
+    if getattr(player.environment, "num_tasks", None) == 1:
+        return  # its one task may always go the same way
     logs = [player.play(seed) for seed in SEEDS]
     observations = [[part for part in log if not isinstance(part, dict)] for log in logs]
     assert not all(same(observations[0], other) for other in observations[1:]), (
-        f"seeds 0 to {len(SEEDS) - 1} give one and the same episode."
+        f"seeds 0 to {len(SEEDS) - 1} give one and the same episode. Fix: draw the task from the seed; num_tasks = 1"
+        " where there is only one."
+    )
+
+
+@pytest.fixture(scope="module")
+def elsewhere(subjects: list[Subject]) -> dict[str, Any]:
+    """Name → the logs of the episodes of SEEDS in another process, or why there are none."""
+    chosen = [s.entry.name for s in subjects if s.entry.kind == KIND and not s.entry.missing]
+    return played_elsewhere(chosen)
+
+
+def _logs(implementation: Subject, runner: asyncio.Runner) -> list[list[Any]]:
+    player = hand(implementation, runner)
+    return [player.play(seed) for seed in SEEDS]
+
+
+def report(path: str) -> None:
+    """What runs in the other process."""
+    with asyncio.Runner() as runner:
+        report_to(path, lambda name: _logs(Subject(registry().find(KIND, name)), runner))
+
+
+def test_another_process_plays_the_same(
+    implementation: Subject, runner: asyncio.Runner, elsewhere: dict[str, Any]
+) -> None:
+    here, there = _logs(implementation, runner), elsewhere[implementation.entry.name]
+    assert isinstance(there, list), f"it cannot be played in a second process: {there}"
+    assert same(here, there), (
+        "the episode differs in another process: a run that is resumed, or one with several workers, would have other"
+        " tasks. Fix: no hash() of a text and no order of a set, which every process chooses anew; hashlib, sorted()."
     )
 
 
@@ -237,7 +271,7 @@ def is_image(value: Any) -> bool:
 def test_it_renders(implementation: Subject, runner: asyncio.Runner) -> None:
     player = hand(implementation, runner)
     if not hasattr(player.environment, "render"):
-        pytest.skip(f"{implementation!r} has no render()")
+        return  # it need not
     player.reset(0)
     frame = player.call(player.environment.render())
     assert isinstance(frame, str) or is_image(frame), (

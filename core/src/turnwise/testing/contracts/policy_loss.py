@@ -1,5 +1,5 @@
-"""What every policy loss keeps: one value per token, gradient through the new log-probs alone, no order, no
-infinity."""
+"""What every policy loss keeps: one value per token, of which the other samples know nothing, a gradient that raises
+what has a positive advantage and flows through the new log-probs alone, no infinity; and what it declares is true."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ KIND = "policy_loss"
 LENGTHS = (3, 1, 5, 4)
 EXTRAS = ("scores", "trajectory_advantages")
 EXTREME_LOG_PROB, EXTREME_ADVANTAGE, CLAMP = 50.0, 1e3, 20.0
+OPTIONAL = ("infer_log_probs", "ref_log_probs", "entropy")
+"""Columns that a run may not have: each is then None."""
 
 
 @pytest.fixture
@@ -51,12 +53,38 @@ def random_columns(torch: Any, size: float = 1.0, advantage: float = 1.0) -> dic
     return columns | {"sample": sample, "turn": sample, "trajectory": trajectory} | extras
 
 
-def view(columns: dict[str, Any]) -> LossView:
-    """The view of some columns; the ratio is taken per token."""
+def view(columns: dict[str, Any], segments: bool = False) -> LossView:
+    """The view of some columns; the ratio is taken per token, or with `segments` over each sample, which is a turn."""
     extras = {name: columns[name] for name in EXTRAS}
     known = {name: column for name, column in columns.items() if name not in EXTRAS}
-    ratio = (columns["log_probs"] - columns["old_log_probs"]).clamp(-CLAMP, CLAMP)
+    new, sample = columns["log_probs"], columns["sample"]
+    ratio = (new - columns["old_log_probs"]).clamp(-CLAMP, CLAMP)
+    if segments:
+        count = sample.bincount()
+        mean = new.new_zeros(len(count)).index_add(0, sample, ratio.detach()) / count
+        ratio = mean[sample] + new - new.detach()
     return LossView(log_ratio=ratio, extras=extras, **known)
+
+
+def on_policy(torch: Any, advantage: float) -> dict[str, Any]:
+    """Columns of which all tokens have the same: one policy, one log-prob, one advantage."""
+    columns = random_columns(torch)
+    level = {"log_probs": -0.7, "old_log_probs": -0.7, "infer_log_probs": -0.7, "ref_log_probs": -0.7, "entropy": 1.0}
+    level |= {"advantages": advantage, "trajectory_advantages": advantage, "scores": advantage}
+    return columns | {name: torch.full_like(columns["coef"], value) for name, value in level.items()}
+
+
+def gradient(torch: Any, policy_loss: Any, columns: dict[str, Any], segments: bool = False) -> tuple[Any, Any]:
+    """(loss [R], gradient [R] of its sum with respect to the new log-probs); zero where none flows."""
+    tracked = columns["log_probs"].clone().requires_grad_()
+    loss, _ = policy_loss.loss(view(columns | {"log_probs": tracked}, segments))
+    (flows,) = torch.autograd.grad(loss.sum(), tracked, allow_unused=True)
+    return loss.detach(), torch.zeros_like(tracked) if flows is None else flows
+
+
+def differs(torch: Any, one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    """Whether two losses, or their gradients, differ."""
+    return not all(torch.allclose(a, b) for a, b in zip(one, other))
 
 
 def test_shape_and_metrics(implementation: Subject, torch: Any) -> None:
@@ -103,6 +131,80 @@ def test_the_order_of_the_samples_does_not_matter(implementation: Subject, torch
     plain, _ = policy_loss.loss(view(columns))
     moved, _ = policy_loss.loss(view({name: column[order] for name, column in columns.items()}))
     torch.testing.assert_close(moved, plain[order], msg="the loss of a token changes with the order of the samples.")
+
+
+def test_the_other_samples_of_the_view_do_not_matter(implementation: Subject, torch: Any) -> None:
+    policy_loss, columns = build(implementation), random_columns(torch)
+    loss, flows = gradient(torch, policy_loss, columns)
+    for sample in range(len(LENGTHS)):
+        mine = columns["sample"] == sample
+        alone = gradient(torch, policy_loss, {name: column[mine] for name, column in columns.items()})
+        for own, among in zip(alone, (loss[mine], flows[mine])):
+            message = (
+                "the loss of a token, or its gradient, changes with the samples beside it: training would depend on how"
+                " an update is cut into micro-batches. Fix: no mean, sum or rank over the view; what needs the whole"
+                " batch belongs into the advantages."
+            )
+            torch.testing.assert_close(own, among, msg=message)
+
+
+def test_every_token_is_pushed_where_its_advantage_says(implementation: Subject, torch: Any) -> None:
+    policy_loss = build(implementation)
+    # The difference between good and bad, so that terms without the advantage (a KL) and one-sided losses are fine.
+    good, bad = (gradient(torch, policy_loss, on_policy(torch, advantage))[1] for advantage in (1.0, -1.0))
+    assert not (good > bad).any(), (
+        "a higher advantage lowers the log-prob of its token. Fix: the sign; the loss is minimised, so it falls with"
+        " advantage times log-prob."
+    )
+    still = int((good == bad).sum())
+    assert not still, (
+        f"{still} of {len(good)} tokens get no gradient from their advantage, at a ratio of one. Fix: leave no token of"
+        " the view out; what is masked is not in it."
+    )
+
+
+def test_what_it_declares_of_the_ratio_is_true(implementation: Subject, torch: Any) -> None:
+    policy_loss, columns = build(implementation), random_columns(torch)
+    declares = implementation.capabilities(LossCapabilities)
+    old = {"old_log_probs": columns["old_log_probs"] + torch.linspace(-0.3, 0.3, sum(LENGTHS), dtype=torch.float64)}
+    plain = gradient(torch, policy_loss, columns)
+    if not declares.uses_ratio:
+        reads_old = differs(torch, plain, gradient(torch, policy_loss, columns | old))
+        assert not reads_old, (
+            "it declares uses_ratio=False, and old log-probs change its loss. Fix: LossCapabilities() without it."
+        )
+        return
+    others = {**old, "infer_log_probs": columns["infer_log_probs"].flip(0)}
+    reads_any = differs(torch, plain, gradient(torch, policy_loss, columns | others))
+    assert reads_any, (
+        "no old policy changes its loss, so several updates a step are off-policy without correction, and nobody is"
+        " warned. Fix: LossCapabilities(uses_ratio=False)."
+    )
+    reads_given = differs(torch, plain, gradient(torch, policy_loss, columns, segments=True))
+    assert reads_given or declares.own_ratio, (
+        "view.log_ratio does not change its loss: ratio_type has no effect, and nobody is warned. Fix: use"
+        " view.log_ratio, or LossCapabilities(own_ratio=True)."
+    )
+    assert not (reads_given and declares.own_ratio), (
+        "it declares own_ratio, and view.log_ratio changes its loss. Fix: LossCapabilities() without it."
+    )
+
+
+def test_it_needs_no_column_that_it_does_not_declare(implementation: Subject, torch: Any) -> None:
+    policy_loss, columns = build(implementation), random_columns(torch)
+    declares = implementation.capabilities(LossCapabilities)
+    _, metrics = policy_loss.loss(view(columns))
+    assert not declares.clips or "clip_frac" in metrics, "it declares clips, and has no metric 'clip_frac'."
+    for name in OPTIONAL:
+        if name == "infer_log_probs" and declares.needs_infer_log_probs:
+            continue
+        try:
+            policy_loss.loss(view(columns | {name: None}))
+        except Exception as error:
+            raise AssertionError(
+                f"loss fails where view.{name} is None, as in a run without it: {error!r}. Fix: take it if it is there;"
+                " LossCapabilities(needs_infer_log_probs=True) where the sampler's log-probs must be."
+            ) from error
 
 
 def test_it_is_finite_at_extremes(implementation: Subject, torch: Any) -> None:
