@@ -1,9 +1,12 @@
-"""What every logger keeps: it takes any number and any name, goes on after a resume, closes twice, and stays in its own
-files."""
+"""What every logger keeps: it takes any number and any name, forgets on a resume what is played again, closes twice, and
+stays in its own files."""
 
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ from attrs import evolve
 
 from turnwise.contracts.logger import LoggerContext
 from turnwise.testing.subject import Subject
-from turnwise.testing.synthetic import trajectories
+from turnwise.testing.synthetic import played, trajectories
+from turnwise.testing.writes import writes
 
 KIND = "logger"
 PNG = bytes.fromhex(
@@ -23,9 +27,12 @@ PNG = bytes.fromhex(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The run's folder; the process stands in another one, which must stay empty."""
-    (tmp_path / "elsewhere").mkdir()
+    """The run's folder; the process stands in another one, and temporary files have a third."""
+    for name in ("elsewhere", "temporary"):
+        (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "other.txt").write_text("of somebody else", encoding="utf-8")
     return tmp_path / "run"
@@ -67,19 +74,78 @@ def test_artifacts_of_every_kind_are_taken(implementation: Subject, folder: Path
     assert (folder / "frame.png").read_bytes() == PNG
 
 
-def test_it_resumes_in_the_same_folder_and_at_the_start(implementation: Subject, folder: Path) -> None:
+def log_steps(logger: Any, steps: Iterable[int], text: str = "step") -> None:
+    """Log steps whose number and whose text are found nowhere else."""
+    for step in steps:
+        logger.scalars(step, {"policy/loss": _number(step, text), "critic/score/mean": _number(step, text)})
+        for split in ("train", "val"):
+            turns = [evolve(turn, text=_said(step, text), action=_said(step, text)) for turn in played(0, 0).turns]
+            logger.trajectories(step, split, [evolve(played(0, 0), turns=tuple(turns))])
+
+
+def _said(step: int, text: str) -> str:
+    return f"said-in-{text}-{step}"
+
+
+def _number(step: int, text: str) -> float:
+    return 7100.25 + step + (100 if text == "anew" else 0)  # exact as a float32, and so written with these digits
+
+
+def marks(folder: Path, step: int, text: str = "step") -> set[str]:
+    """The text files below `folder` in which something of this step stands. Other formats can only be added to."""
+    wanted = (_said(step, text), str(_number(step, text)))
+    return {
+        f"{path.relative_to(folder)} ({mark})"
+        for path in folder.rglob("*")
+        if path.is_file()
+        for mark in wanted
+        if mark in _text(path)
+    }
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return ""
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_it_forgets_what_is_played_again(implementation: Subject, folder: Path, step: int) -> None:
     first = build(implementation, folder)
     first.resume(0)
-    for step in range(4):
-        first.scalars(step, {"policy/loss": float(step)})
-        first.trajectories(step, "train", trajectories(groups=1))
+    log_steps(first, range(4))
     first.close()
+    before = {number: marks(folder, number) for number in range(4)}
+    unresumed = folder.with_name("unresumed")
+    shutil.copytree(folder, unresumed)
+    # The run fell back to a checkpoint of `step`: what comes after it was logged, and is played again.
     second = build(implementation, folder)
-    # Steps 2 and 3 were logged before the run fell back to a checkpoint of step 2.
-    second.resume(2)
-    second.scalars(2, {"policy/loss": 20.0})
-    second.trajectories(2, "train", trajectories(groups=1))
+    second.resume(step)
+    log_steps(second, [step], "anew")
     second.close()
+    after = {number: marks(folder, number) for number in range(4)}
+    stale = set().union(*(after[number] for number in range(step, 4)))
+    assert not stale, (
+        f"after resume({step}) there is still, of step {step} or later: {', '.join(sorted(stale))}. Fix: drop what was"
+        " logged for this step and later."
+    )
+    for number in range(step):
+        lost = before[number] - after[number]
+        assert not lost, f"resume({step}) dropped what was logged before it: {', '.join(sorted(lost))}."
+    assert marks(folder, step, "anew") or not before[step], f"what was logged after resume({step}) is not in its files."
+    if any(before.values()):
+        return
+    # In a format that is no text, a resume must at least leave other files than no resume at all.
+    third = build(implementation, unresumed)
+    log_steps(third, [step], "anew")
+    third.close()
+    written = _sizes(folder) != _sizes(unresumed)
+    assert written or not _sizes(folder), f"resume({step}) had no effect on its files."
+
+
+def _sizes(folder: Path) -> list[int]:
+    return sorted(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != "other.txt")
 
 
 def test_it_closes_twice_and_before_anything_was_logged(implementation: Subject, folder: Path) -> None:
@@ -89,14 +155,26 @@ def test_it_closes_twice_and_before_anything_was_logged(implementation: Subject,
 
 
 def test_it_stays_in_its_own_files(implementation: Subject, folder: Path) -> None:
-    logger = build(implementation, folder)
-    logger.scalars(0, {"policy/loss": 1.0})
-    logger.trajectories(0, "train", trajectories(groups=1))
-    logger.resume(0)
-    logger.close()
+    with writes() as written:
+        logger = build(implementation, folder)
+        log_steps(logger, range(2))
+        (folder / "frame.png").write_bytes(PNG)
+        logger.artifact(0, "val/tag/frame", folder / "frame.png")
+        logger.resume(1)
+        log_steps(logger, [1])
+        logger.close()
     assert (folder / "other.txt").read_text(encoding="utf-8") == "of somebody else", (
         "a file of somebody else was changed."
     )
-    assert not list((folder.parent / "elsewhere").iterdir()), (
-        "something was written to the current folder. Fix: write below context.folder."
-    )
+    left = sorted(str(path) for path in written if path.exists() and not _is_its_own(path, folder))
+    assert not left, f"it wrote outside its folder: {', '.join(left)}. Fix: write below context.folder."
+
+
+def _is_its_own(path: Path, folder: Path) -> bool:
+    """In its folder or the one for temporary files, no file at all (a terminal), or a library's cache or settings,
+    which lie in hidden folders."""
+    if path.is_relative_to(folder) or path.is_relative_to(tempfile.gettempdir()):
+        return True
+    if not (path.is_file() or path.is_dir()):
+        return True
+    return "__pycache__" in path.parts or any(part.startswith(".") for part in path.parts)
