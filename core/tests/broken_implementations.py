@@ -359,7 +359,7 @@ class CentresOverTheView(FakeLoss):
     """Its gradient depends on how an update is cut into micro-batches."""
 
     def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
-        return -(view.advantages - view.advantages.mean()) * view.log_probs, {}
+        return super().loss(evolve(view, advantages=view.advantages - view.advantages.mean()))
 
 
 class DropsTheFirstToken(FakeLoss):
@@ -382,13 +382,14 @@ class DeniesItsRatio(FakeLoss):
 
 
 class ClaimsARatio(FakeLoss):
-    capabilities = LossCapabilities()
+    """Its value knows the old policy, its gradient does not."""
+
+    def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
+        return -view.advantages * view.log_ratio, {}
 
 
 class TakesItsOwnRatio(FakeLoss):
     """`ratio_type` has no effect on it, and it does not say so."""
-
-    capabilities = LossCapabilities()
 
     def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
         return -view.advantages * (view.log_probs - view.old_log_probs).clamp(-20, 20).exp(), {}

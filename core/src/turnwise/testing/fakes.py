@@ -18,7 +18,7 @@ from turnwise.contracts.environment import Response
 from turnwise.contracts.estimator import EstimatorContext
 from turnwise.contracts.group_filter import FilterContext
 from turnwise.contracts.logger import LoggerContext
-from turnwise.contracts.loss import LossCapabilities, LossContext, LossView
+from turnwise.contracts.loss import LossContext, LossView
 from turnwise.data.batch import Batch, Table
 from turnwise.data.ops import segment_means, trains, trajectories_to_tokens
 from turnwise.data.trajectory import Generation, Sample, StopReason, Trajectory, Turn, int32
@@ -253,16 +253,15 @@ class FakeEstimator:
 
 
 class FakeLoss:
-    """−A·log-prob per token: arithmetic alone, so it works on tensors and arrays alike."""
-
-    capabilities = LossCapabilities(uses_ratio=False)
+    """−A·(1 + r + r²/2), the log-ratio r in the first terms of its exponential: arithmetic alone, so it works on tensors
+    and arrays alike."""
 
     def __init__(self, config: None, context: LossContext) -> None:
         self._context = context
 
     def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
         """(loss [R], no metrics)."""
-        return -view.advantages * view.log_probs, {}
+        return -view.advantages * (1 + view.log_ratio + view.log_ratio * view.log_ratio / 2), {}
 
 
 class FakeBatchAdjust:

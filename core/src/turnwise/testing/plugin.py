@@ -74,10 +74,13 @@ def advantage_estimators() -> list[Implementation]:
 
 @hookimpl
 def policy_losses() -> list[Implementation]:
-    """The plain policy gradient."""
+    """The policy gradient under a ratio."""
     return [
         Implementation(
-            "fake_loss", "turnwise.testing.fakes:FakeLoss", aliases=("fake",), summary="minus advantage times log-prob"
+            "fake_loss",
+            "turnwise.testing.fakes:FakeLoss",
+            aliases=("fake",),
+            summary="minus advantage times ratio, to the second order",
         )
     ]
 

@@ -82,11 +82,6 @@ def gradient(torch: Any, policy_loss: Any, columns: dict[str, Any], segments: bo
     return loss.detach(), torch.zeros_like(tracked) if flows is None else flows
 
 
-def differs(torch: Any, one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    """Whether two losses, or their gradients, differ."""
-    return not all(torch.allclose(a, b) for a, b in zip(one, other))
-
-
 def test_shape_and_metrics(implementation: Subject, torch: Any) -> None:
     policy_loss = build(implementation)
     assert isinstance(implementation.capabilities(LossCapabilities), LossCapabilities)
@@ -166,27 +161,28 @@ def test_every_token_is_pushed_where_its_advantage_says(implementation: Subject,
 def test_what_it_declares_of_the_ratio_is_true(implementation: Subject, torch: Any) -> None:
     policy_loss, columns = build(implementation), random_columns(torch)
     declares = implementation.capabilities(LossCapabilities)
-    old = {"old_log_probs": columns["old_log_probs"] + torch.linspace(-0.3, 0.3, sum(LENGTHS), dtype=torch.float64)}
-    plain = gradient(torch, policy_loss, columns)
+    plain = gradient(torch, policy_loss, columns)[1]
+
+    def turns(segments: bool = False, **others: Any) -> bool:
+        return not torch.allclose(plain, gradient(torch, policy_loss, columns | others, segments)[1])
+
+    old = columns["old_log_probs"] + torch.linspace(-0.3, 0.3, sum(LENGTHS), dtype=torch.float64)
     if not declares.uses_ratio:
-        reads_old = differs(torch, plain, gradient(torch, policy_loss, columns | old))
-        assert not reads_old, (
-            "it declares uses_ratio=False, and old log-probs change its loss. Fix: LossCapabilities() without it."
+        assert not turns(old_log_probs=old), (
+            "it declares uses_ratio=False, and old log-probs change its gradient. Fix: LossCapabilities() without it."
         )
         return
-    others = {**old, "infer_log_probs": columns["infer_log_probs"].flip(0)}
-    reads_any = differs(torch, plain, gradient(torch, policy_loss, columns | others))
-    assert reads_any, (
-        "no old policy changes its loss, so several updates a step are off-policy without correction, and nobody is"
+    assert turns(old_log_probs=old, infer_log_probs=columns["infer_log_probs"].flip(0)), (
+        "no old policy changes its gradient: several updates a step are off-policy without correction, and nobody is"
         " warned. Fix: LossCapabilities(uses_ratio=False)."
     )
-    reads_given = differs(torch, plain, gradient(torch, policy_loss, columns, segments=True))
-    assert reads_given or declares.own_ratio, (
-        "view.log_ratio does not change its loss: ratio_type has no effect, and nobody is warned. Fix: use"
+    given = turns(segments=True)
+    assert given or declares.own_ratio, (
+        "view.log_ratio does not change its gradient: ratio_type has no effect, and nobody is warned. Fix: use"
         " view.log_ratio, or LossCapabilities(own_ratio=True)."
     )
-    assert not (reads_given and declares.own_ratio), (
-        "it declares own_ratio, and view.log_ratio changes its loss. Fix: LossCapabilities() without it."
+    assert not (given and declares.own_ratio), (
+        "it declares own_ratio, and view.log_ratio changes its gradient. Fix: LossCapabilities() without it."
     )
 
 
