@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attrs import evolve
 
 from turnwise.contracts.batch_adjust import AdjustContext, AdjustInput
 from turnwise.contracts.chat import ModelSourceContext
@@ -19,7 +18,7 @@ from turnwise.contracts.estimator import EstimatorContext
 from turnwise.contracts.group_filter import FilterContext
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
 from turnwise.contracts.logger import LoggerContext
-from turnwise.contracts.train import TrainContext
+from turnwise.contracts.train import Offer, TrainContext
 from turnwise.data import Rows, Update, build_batch
 from turnwise.data.rows import rows_of
 from turnwise.errors import CheckpointError, ConfigError, EnvironmentFailure, TrainerError
@@ -121,7 +120,7 @@ def test_backend_is_greedy_at_temperature_zero_and_stops_at_the_end_id() -> None
 
     async def ask() -> Any:
         backend = FakeBackend(FakeBackendConfig(), InferenceContext(None, FakeChat()))
-        backend._weights = weights
+        await backend.receive(Offer("shared", 1, {"weights": weights}))
         return await backend.generate(
             Request(0, GeneratingArgs(temperature=0.0), 9, ids=np.array([ASSISTANT], np.int32))
         )
@@ -134,7 +133,13 @@ def test_backend_is_greedy_at_temperature_zero_and_stops_at_the_end_id() -> None
 
 def strategy(folder: Path, **options: Any) -> FakeStrategy:
     save_model(folder, initial_weights())
-    return FakeStrategy(None, TrainContext(folder, "actor_train", temperature=0.7, max_grad_norm=1e9, **options))
+    options = {"temperature": 0.7, "max_grad_norm": 1e9, **options}
+    return FakeStrategy(None, TrainContext(folder, "actor_train", **options))
+
+
+def weights_of(made: FakeStrategy) -> np.ndarray:
+    """The weights themselves: what changes in one changes in the other."""
+    return made.offer("shared", 0).payload["weights"]
 
 
 def small_rows(columns: dict[str, Any]) -> Rows:
@@ -160,7 +165,7 @@ def objective(made: FakeStrategy, rows: Rows, kl_coef: float, entropy_coef: floa
     """Σ coef·(−A·lp + β·k3 − c·H), token by token in plain loops."""
     total, columns = 0.0, rows.columns
     for k, at in enumerate((2, 3, 4)):
-        logits = made._weights[rows.input_ids[at - 1]] / 0.7
+        logits = weights_of(made)[rows.input_ids[at - 1]] / 0.7
         p = np.exp(logits) / np.exp(logits).sum()
         lp = math.log(p[rows.input_ids[at]])
         d = columns["ref_log_probs"][k] - lp
@@ -174,16 +179,16 @@ def objective(made: FakeStrategy, rows: Rows, kl_coef: float, entropy_coef: floa
 def test_strategy_follows_the_gradient_of_the_objective(tmp_path: Path) -> None:
     rows, kl_coef, entropy_coef = small_rows(COLUMNS), 0.3, 0.2
     made = strategy(tmp_path)
-    before = made._weights.copy()
+    before = weights_of(made).copy()
     result = made.update(Update(rows, 1.0, entropy_coef=entropy_coef, kl_coef=kl_coef))
-    step = before - made._weights
-    made._weights[:] = before
+    step = before - weights_of(made)
+    weights_of(made)[:] = before
     assert result.loss == pytest.approx(objective(made, rows, kl_coef, entropy_coef), abs=1e-9)
     for place in [(97, 98), (97, 99), (98, 97), (98, END), (98, 5)]:
         values = []
         for shift in (1e-4, -1e-4):
-            made._weights[:] = before
-            made._weights[place] += shift
+            weights_of(made)[:] = before
+            weights_of(made)[place] += shift
             values.append(objective(made, rows, kl_coef, entropy_coef))
         assert step[place] == pytest.approx((values[0] - values[1]) / 2e-4, abs=1e-7)
     assert not step[USER].any()
@@ -198,15 +203,14 @@ def test_strategy_with_a_value_head_moves_towards_the_returns(tmp_path: Path) ->
 
 
 def test_strategy_clips_refuses_and_reports(tmp_path: Path) -> None:
-    made = strategy(tmp_path)
-    made._context = evolve(made._context, max_grad_norm=0.01)
-    before = made._weights.copy()
+    made = strategy(tmp_path, max_grad_norm=0.01)
+    before = weights_of(made).copy()
     result = made.update(Update(small_rows(COLUMNS), 1.0))
-    assert np.linalg.norm(before - made._weights) == pytest.approx(0.01)
+    assert np.linalg.norm(before - weights_of(made)) == pytest.approx(0.01)
     assert result.grad_norm > 0.01
-    moved = made._weights.copy()
+    moved = weights_of(made).copy()
     assert made.update(Update(small_rows(COLUMNS | {"advantages": [math.nan, 0, 0]}), 1.0)).skipped
-    np.testing.assert_array_equal(made._weights, moved)
+    np.testing.assert_array_equal(weights_of(made), moved)
     with pytest.raises(TrainerError, match="frozen"):
         strategy(tmp_path, trainable=False).update(Update(small_rows(COLUMNS), 1.0))
     with pytest.raises(CheckpointError, match="not a model folder"):
@@ -220,8 +224,8 @@ def test_shared_offers_follow_the_trainer_and_copies_do_not(tmp_path: Path) -> N
     made = strategy(tmp_path)
     shared, copy = made.offer("shared", 1), made.offer("fake", 1)
     made.update(Update(small_rows(COLUMNS), 1.0))
-    assert np.array_equal(shared.payload["weights"], made._weights)
-    assert not np.array_equal(copy.payload["weights"], made._weights)
+    assert np.array_equal(shared.payload["weights"], weights_of(made))
+    assert not np.array_equal(copy.payload["weights"], weights_of(made))
 
 
 def test_estimator_centres_scores_in_their_group() -> None:

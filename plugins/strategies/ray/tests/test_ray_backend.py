@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ async def until(condition: Any, seconds: float = 60.0) -> None:
     raise AssertionError("it did not happen")
 
 
+def serving(backend: Any) -> Callable[[], int]:
+    """How many engines serve at the moment."""
+    now: dict[str, int] = {}
+    backend.listen(lambda members, failed: now.update(engines=len(members)))
+    return lambda: now["engines"]
+
+
 async def many(backend: Any) -> None:
     """Ask until it ends."""
     for member in range(1000):
@@ -79,13 +87,14 @@ def test_requests_of_a_dead_engine_are_answered_by_another_and_it_comes_back_wit
         role = await runtime.train(trainer())
         await role.update(Update(training_rows(), 0.5))  # so that the first weights are not those of the folder
         backend = await runtime.serve(sampler((0, 1), environment={"MORTAL_ENGINE": str(tmp_path / "died")}))
+        engines = serving(backend)
         await sync(role, backend, 1)
         answers = await asyncio.gather(*(backend.generate(ask(m)) for m in range(12)))
         assert (tmp_path / "died").exists()
         again = await asyncio.gather(*(backend.generate(ask(m)) for m in range(12)))
         for one, other in zip(answers, again, strict=True):
             np.testing.assert_array_equal(one.ids, other.ids)  # the same seeds, whoever answered
-        await until(lambda: len(backend._serving) == 2)
+        await until(lambda: engines() == 2)
         both = await asyncio.gather(*(backend.generate(ask(m)) for m in range(100, 108)))
         assert len({g.extras["pid"] for g in both}) == 2
         assert (
@@ -100,22 +109,23 @@ def test_an_engine_that_comes_back_while_the_trainer_moves_on_waits_for_the_next
 ) -> None:
     async def work(runtime: Any) -> None:
         role, backend = await runtime.train(trainer()), await runtime.serve(sampler((0, 1)))
+        engines = serving(backend)
         await sync(role, backend, 1)
         victim = (await backend.generate(ask(0))).extras["pid"]
         await role.update(Update(training_rows(), 0.5))
         os.kill(victim, signal.SIGKILL)
-        await until(lambda: len(backend._serving) == 1)
-        await until(lambda: len(backend._present()) == 2)
+        await until(lambda: engines() == 1)
+        await until(lambda: backend.receivers("fake") == 2)
         assert {
             g.extras["pid"] for g in await asyncio.gather(*(backend.generate(ask(m)) for m in range(6)))
         }.isdisjoint({victim})
-        assert len(backend._serving) == 1
+        assert engines() == 1
         assert await sync(role, backend, 2) == 2
         assert (
             len({g.extras["sum"] for g in await asyncio.gather(*(backend.generate(ask(m)) for m in range(200, 206)))})
             == 1
         )
-        assert len(backend._serving) == 2
+        assert engines() == 2
 
     place(work)
 
@@ -149,6 +159,7 @@ def test_an_engine_that_reports_its_end_is_closed_replaced_and_its_requests_are_
         role = await runtime.train(trainer())
         await role.update(Update(training_rows(), 0.5))
         backend = await runtime.serve(sampler((0, 1), name="losing"))
+        engines = serving(backend)
         await sync(role, backend, 1)
         before = await asyncio.gather(*(backend.generate(ask(m)) for m in range(12)))
         lose("generate")
@@ -156,13 +167,13 @@ def test_an_engine_that_reports_its_end_is_closed_replaced_and_its_requests_are_
         for one, other in zip(before, after, strict=True):
             np.testing.assert_array_equal(one.ids, other.ids)
         victim = int(next(Path().glob("lost_by_*")).name.removeprefix("lost_by_"))
-        await until(lambda: len(backend._serving) == 2)
+        await until(lambda: engines() == 2)
         assert Path(f"closed_by_{victim}").exists()
         await until(lambda: not psutil.pid_exists(victim))
         both = await asyncio.gather(*(backend.generate(ask(m)) for m in range(100, 108)))
         assert len({g.extras["pid"] for g in both}) == 2 and victim not in {g.extras["pid"] for g in both}
         assert len({g.extras["sum"] for g in [*both, *before]}) == 1  # the new engine has the current weights
-        assert backend._homes.waiting == 0 and backend._sent == {}
+        assert backend.idle
 
     place(work)
     messages = [record.getMessage() for record in caplog.records if "is built again" in record.getMessage()]
@@ -184,7 +195,7 @@ def test_an_engine_that_ended_while_nothing_was_asked_is_replaced_before_the_nex
         assert await sync(role, backend, 2) == 2
         answers = await asyncio.gather(*(backend.generate(ask(m)) for m in range(6)))
         assert {v for g in answers for v in g.versions.tolist()} == {2}
-        await until(lambda: len(backend._serving) == max(1, len(devices)))
+        await until(lambda: serving(backend)() == max(1, len(devices)))
 
     place(work)
 
@@ -242,6 +253,6 @@ def test_a_request_that_is_given_up_is_aborted_where_it_waits(place: Any, traine
             await task
         await backend.abort(request)
         await backend.abort(request)  # one that is not there is ignored
-        assert backend._sent == {} and backend._homes.waiting == 0
+        assert backend.idle
 
     place(work)

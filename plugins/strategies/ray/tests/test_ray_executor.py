@@ -126,7 +126,7 @@ def test_a_lost_worker_is_one_failure_and_its_episodes_are_played_elsewhere(
         assert 1 <= played.counts["retries"] <= 6
         assert len(played.failures) == played.counts["retries"]
         assert all("env_worker." in line and " died: " in line for line in played.failures)
-        assert [worker.restarts for worker in runtime._workers.all].count(1) == 1
+        assert [worker.restarts for worker in runtime.workers.all].count(1) == 1
         again = await batch(runtime.executor(plans, strict, FakeChat(), backend), plans, strict, backend)
         assert again.counts["env_failures"] == 0
 
@@ -166,7 +166,7 @@ def test_a_worker_past_max_restarts_is_not_started_for_an_episode_that_waited_fo
     async def work(runtime: Any) -> None:
         backend = await prepared(runtime, trainer, sampler)
         executor = runtime.executor([plan()], SETTINGS, FakeChat(), backend)
-        worker = runtime._workers.all[0]
+        worker = runtime.workers.all[0]
         async with worker.starting:
             waiting = asyncio.ensure_future(executor.play(EpisodeSpec("Count", 0, 0, 0, seed=1), lambda error: None))
             await asyncio.sleep(0)
@@ -184,7 +184,7 @@ def test_a_worker_that_comes_up_when_no_engine_ever_will_ends_its_episodes_with_
     async def work(runtime: Any) -> None:
         backend = await prepared(runtime, trainer, sampler)
         executor = runtime.executor([plan()], SETTINGS, FakeChat(), backend)
-        runtime._workers.serve({}, "all engines are gone")
+        runtime.workers.serve({}, "all engines are gone")
         with pytest.raises(EngineError, match="all engines are gone"):
             await asyncio.wait_for(executor.play(EpisodeSpec("Count", 0, 0, 0, seed=1), lambda error: None), 30)
 
@@ -201,7 +201,7 @@ def test_with_more_episodes_than_rays_own_limit_worker_and_engine_still_answer_e
         executor = runtime.executor([plan()], SETTINGS, FakeChat(), backend)
         specs = [EpisodeSpec("Count", group, member, 0, seed=group) for group in range(110) for member in range(10)]
         tasks = [asyncio.ensure_future(executor.play(spec, lambda error: None)) for spec in specs]
-        worker = runtime._workers.all[0]
+        worker = runtime.workers.all[0]
         while worker.load < len(specs) or not worker.open:
             await asyncio.sleep(0.05)
         await asyncio.sleep(1)  # all were sent

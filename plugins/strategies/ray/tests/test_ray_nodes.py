@@ -40,25 +40,31 @@ def nodes() -> Iterator[tuple[Any, Any]]:
 
 
 def test_devices_fill_a_node_before_the_next_and_a_cluster_that_is_too_small_is_reported(
-    nodes: Any, place: Any, trainer: Any
+    nodes: Any,
 ) -> None:
-    async def work(runtime: Any) -> None:
-        seats = await runtime._cluster.seats("actor_train", (0, 1))
+    async def work() -> None:
+        seats = await cluster.seats("actor_train", (0, 1))
         assert len({seat.node for seat in seats}) == 1
-        others = await runtime._cluster.seats("actor_infer", (2, 3))
+        others = await cluster.seats("actor_infer", (2, 3))
         assert {seat.node for seat in others}.isdisjoint({seat.node for seat in seats})
-        assert await runtime._cluster.seats("critic", (1, 2)) == [seats[1], others[0]]
+        assert await cluster.seats("critic", (1, 2)) == [seats[1], others[0]]
         with pytest.raises(
             MachineError, match="reference: 8 processes need 8 CPU beside 4 of the other roles, the cluster has 4"
         ):
-            await runtime._cluster.seats("reference", tuple(range(10, 18)))
-        runtime._cluster._config = RayConfig(device="cpu", start_timeout=2)
+            await cluster.seats("reference", tuple(range(10, 18)))
         with pytest.raises(
             MachineError, match=r"reference: 1 process.* 1 CPU beside 4 of the other roles, the cluster has 4"
         ):
-            await runtime._cluster.seats("reference", (20,))
+            await cluster.seats("reference", (20,))
 
-    place(work)
+    async def closing() -> None:
+        try:
+            await work()
+        finally:
+            await cluster.close()
+
+    cluster = Cluster(RayConfig(device="cpu", start_timeout=120))
+    asyncio.run(closing())
 
 
 def test_weights_pass_from_node_to_node_as_they_are(nodes: Any) -> None:

@@ -26,6 +26,7 @@ def test_readers(transport: str, expected: int) -> None:
     trainer: Any = SimpleNamespace(node="here")
     backend = RayBackend(plan, *(Any,) * 4, trainer=lambda: trainer)  # type: ignore[arg-type]
     places = [("here", 2), ("here", 1), ("there", 2), ("there", 4)]
+    # Placed by hand: engines on two nodes need a cluster of two, and this is about their number.
     backend._members = [
         Member(number, [], actor=object(), node=node, readers={transport: readers})
         for number, (node, readers) in enumerate(places)

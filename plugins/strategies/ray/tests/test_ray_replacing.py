@@ -25,7 +25,8 @@ class Backend(RayBackend):
         super().__init__(
             cast(Any, SimpleNamespace(role="actor_infer")), cast(Any, None), cast(Any, None), 60.0, None, lambda: None
         )
-        self.quick, self.slow = Member(0, [], "old"), Member(1, [], "slow")
+        self.quick = Member(0, [], "old", readers={"fake": 1})
+        self.slow = Member(1, [], "slow", readers={"fake": 1})
         self._members = [self.quick, self.slow]
         self.asked: list[str] = []
 
@@ -40,8 +41,8 @@ class Backend(RayBackend):
 
 def test_the_engine_in_the_place_of_a_lost_one_is_not_lost() -> None:
     backend = Backend()
-    asyncio.run(backend._each("resume"))
-    assert backend._present() == [backend.quick, backend.slow]
+    asyncio.run(backend.resume())
+    assert backend.receivers("fake") == 2
 
 
 def test_an_engine_that_comes_up_during_a_pause_is_paused_too() -> None:

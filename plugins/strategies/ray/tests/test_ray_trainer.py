@@ -126,6 +126,7 @@ def test_the_end_of_a_rank_that_nobody_asks_is_noticed(place: Any, trainer: Any,
 def test_a_call_past_the_timeout_names_the_ranks_that_did_not_answer(place: Any, trainer: Any) -> None:
     async def work(runtime: Any) -> None:
         role = await runtime.train(trainer((0, 1)))
+        # Of this call alone: ranks on a busy machine take longer than that to come up.
         role._timeout = 3.0
         with pytest.raises(
             TrainerError,
@@ -173,9 +174,13 @@ def test_roles_of_one_device_share_its_place(place: Any, trainer: Any, sampler: 
     async def work(runtime: Any) -> None:
         await runtime.train(trainer((0,)))
         await runtime.serve(sampler((0, 1)))
-        seats = runtime._cluster._seats
-        assert set(seats) == {0, 1}
-        assert len(runtime._cluster._groups) == 2
+        from ray.util import placement_group_table
+
+        groups = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
+        assert sorted((group["name"], len(group["bundles"])) for group in groups) == [
+            ("actor_infer", 1),
+            ("actor_train", 1),
+        ]
 
     place(work)
 

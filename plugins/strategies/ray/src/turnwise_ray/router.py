@@ -37,6 +37,11 @@ class Router:
         self._failed: EngineError | None = None
         self._live: tuple[int, int] | None = None
 
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way, and none that was given up still waits for its `abort`."""
+        return not self._sent and not self._homes.waiting
+
     def serve(self, members: Mapping[int, Any], failed: str | None = None) -> None:
         """From now on these serve. `failed`: why nothing ever will again."""
         self._serving = dict(members)

@@ -23,13 +23,16 @@ SENDER = "actor_train"
 
 
 class RayRuntime:
-    """turnwise.contracts.runtime.Runtime on Ray. The cluster is started or joined when the first role is placed."""
+    """turnwise.contracts.runtime.Runtime on Ray. The cluster is started or joined when the first role is placed.
+
+    `workers`: the environment workers, from the first executor on.
+    """
 
     def __init__(self, config: RayConfig, context: RuntimeContext) -> None:
         self._config, self._context = config, context
         self._home = Home(str(Path.cwd()), context.plugins, context.base)
         self._cluster = Cluster(config)
-        self._workers: Workers | None = None
+        self.workers: Workers | None = None
         self._placed: list[RayRole | RayBackend] = []
 
     async def train(self, plan: TrainPlan) -> RayRole:
@@ -64,20 +67,20 @@ class RayRuntime:
             or any(plan.manager_builder is None for plan in plans)
         ):
             return None
-        if self._workers is None:
-            self._workers = Workers(self._cluster, self._home, self._config, self._context.timeout)
+        if self.workers is None:
+            self.workers = Workers(self._cluster, self._home, self._config, self._context.timeout)
             # Workers ask the engines themselves, and have to know which ones serve.
-            backend.listen(self._workers.serve)
-        return RayExecutor(self._workers, plans, settings, chat, backend)
+            backend.listen(self.workers.serve)
+        return RayExecutor(self.workers, plans, settings, chat, backend)
 
     async def close(self) -> None:
         """Close every role, the latest first, then the cluster; the first error is raised when all were asked. May be
         called twice."""
         # The first is raised at the end: one role that fails must not keep the others from closing.
         errors: list[Exception] = []
-        if self._workers is not None:
+        if self.workers is not None:
             # Workers first: their episodes ask the engines that are closed next.
-            await self._workers.close()
+            await self.workers.close()
         while self._placed:
             try:
                 await self._placed.pop().close()
