@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.config import load
+from turnwise.config.loader import Loaded
 from turnwise.errors import ConfigError
 from turnwise.plugins import Registry
 
@@ -61,6 +63,8 @@ BAD = [
     "seed=!!x 1",
     "custom_envs=[]",
     "${a}=1",
+    "track_with.²=x",
+    "exp_name=${vars.²}",
 ]
 
 
@@ -93,3 +97,9 @@ def test_any_override_is_accepted_or_reported(
     (tmp_path / "run.yaml").write_text(base_yaml)
     with pytest.raises(ConfigError):
         load(tmp_path / "run.yaml", [override], registry=fake_registry)
+
+
+def test_a_digit_that_is_no_decimal_is_a_name(run_yaml: Callable[..., Loaded]) -> None:
+    loaded = run_yaml("vars: {²: two}\n", "exp_name=${vars.²}")
+    assert loaded.config.exp_name == "two"
+    assert loaded.sources.placed("$.vars.²: odd").endswith(": $.vars.²: odd")

@@ -59,8 +59,10 @@ def find_choices(data: dict[str, Any], registry: Registry, report: Report) -> li
         several = isinstance(default, tuple)
         # A default goes the way of a name that was written: where it is not installed, that is reported too.
         value = data.setdefault(key, [c.name for c in default] if isinstance(default, tuple) else default.name)
-        if several and isinstance(value, str | Mapping):  # one name instead of a list
+        # One name instead of a list.
+        if several and isinstance(value, str | Mapping):
             data[key] = value = [value]
+            # A message about the list's only entry names the line of the key.
             report.sources.moved[(key, 0)] = (key,)
         if several and not isinstance(value, list):
             report.unusable((key,), f"{value!r} is neither a name nor a list of names. Fix: [{key}]")
@@ -95,7 +97,8 @@ def _environments(data: Mapping[str, Any]) -> Iterable[tuple[Any, dict[str, Any]
 def _slot(data: dict[str, Any], path: Path, kind: str, registry: Registry, report: Report) -> Slot | None:
     value = at(data, path)
     holder = at(data, path[:-1])
-    holder[path[-1]] = Choice(UNKNOWN)  # so that the conversion finds no second fault in what is reported here
+    # So that the conversion finds no second fault in what is reported here.
+    holder[path[-1]] = Choice(UNKNOWN)
     read = _read(value, path, report)
     if read is None:
         return None
@@ -173,7 +176,8 @@ def _structured(slot: Slot, registry: Registry, report: Report) -> Any:
             _check_signature(slot.entry, slot.options, slot.inside, registry, report)
         return None
     options = _named_as_the_engine_does(slot, report)
-    if "engine_args" in slot.fields:  # the class collects what it does not know; the engine's own class checks it
+    # The class collects what it does not know; the engine's own class checks it.
+    if "engine_args" in slot.fields:
         rest = {k: v for k, v in options.items() if k not in slot.fields}
         options = {k: v for k, v in options.items() if k in slot.fields}
         if rest:
@@ -188,6 +192,7 @@ def _structured(slot: Slot, registry: Registry, report: Report) -> Any:
 def _named_as_the_engine_does(slot: Slot, report: Report) -> dict[str, Any]:
     options = dict(slot.options)
     for short, names in STRATEGY_ALIASES.items():
+        # vLLM and Megatron name it differently: by the first that this implementation has.
         full = next((n for n in names if n in slot.fields), None)
         if slot.kind not in ROLES.values() or short not in options or short in slot.fields or full is None:
             continue

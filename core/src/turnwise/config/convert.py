@@ -188,6 +188,7 @@ def _mapping_factory(annotation: Any, converter: Converter) -> Any:
 
 
 def _class_factory(cls: Any, converter: Converter) -> Any:
+    # detailed_validation collects every mistake instead of ending at the first.
     inner = make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True)
 
     def hook(value: Any, _: Any = None) -> Any:
@@ -195,6 +196,7 @@ def _class_factory(cls: Any, converter: Converter) -> Any:
             return value
         if not isinstance(value, Mapping):
             raise WrongTypeError(value, describe(cls))
+        # YAML has keys that are numbers; names of options are text.
         return inner({str(k): v for k, v in value.items()}, cls)
 
     return hook
@@ -219,7 +221,8 @@ def _union_factory(annotation: Any, converter: Converter) -> Any:
     members = get_args(annotation)
 
     def hook(value: Any, _: Any = None) -> Any:
-        for member in sorted(members, key=lambda m: m is float):  # a whole number stays one where both are allowed
+        # A whole number stays one where both are allowed.
+        for member in sorted(members, key=lambda m: m is float):
             if _fits(value, member):
                 return None if member is type(None) else converter.structure(value, member)
         # Text that fits no member is rather a misspelt name than a value of another type, and the Literal suggests
@@ -288,6 +291,7 @@ def _problems(error: BaseException, path: Path) -> list[Problem]:
             )
         ]
     if isinstance(error, ValueError | TypeError) and error.args:
+        # Without the name of the exception's class, which says nothing to the author of a YAML file.
         text = one_line(error).partition(": ")[2].rstrip(". ")
         return [(path, text if "Fix: " in text else f"{text}. Fix: correct the value")]
     return [(path, f"its check ended by {one_line(error)}. Fix: correct the value, or repair the plugin")]
@@ -295,6 +299,7 @@ def _problems(error: BaseException, path: Path) -> list[Problem]:
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
     """The message for a key that nobody knows."""
+    # A longer list would hide the suggestion before it.
     few = f" Known: {listed(known)}." if len(known) <= 16 else ""
     return f"unknown key {key!r}.{did_you_mean(key, known)}{few} Fix: correct or remove it"
 

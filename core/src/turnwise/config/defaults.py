@@ -24,6 +24,7 @@ def add_defaults(data: dict[str, Any], report: Report) -> None:
     _batch_of_evaluation(data)
     for role in ("reference", "critic"):
         _like_the_actor(data, role, report)
+    # The raw data are asked: the conversion that follows would make no reference of a missing block.
     if "reference" not in data and any(_positive(data.get(key)) for key in ("init_kl_coef", "kl_loss_coef")):
         data["reference"] = {}
         _like_the_actor(data, "reference", report)
@@ -44,6 +45,7 @@ def _sampling(data: dict[str, Any], manager: str, first: dict[str, Any], report:
     own = block.get("generating_args") or {}
     if isinstance(below, dict):
         for key in below:
+            # Blamed on the key that the user wrote, if it does not fit.
             if key not in own and key not in first:
                 report.sources.moved[manager, "generating_args", key] = ("actor_infer", "generating_args", key)
         first = {**below, **first}
@@ -87,6 +89,7 @@ def _like_the_actor(data: dict[str, Any], role: str, report: Report) -> None:
         return
     for key in ("strategy_args", "model_args", "device_mapping"):
         if key in actor and block.get(key) is None:
+            # A copy: a translation or a choice changes the blocks in place.
             block[key] = _copy(actor[key])
             report.sources.moved[role, key] = ("actor_train", key)
 

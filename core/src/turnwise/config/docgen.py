@@ -77,6 +77,7 @@ def _range(attribute: Any) -> str:
 
 
 def _type(text: str) -> str:
+    # The longer first, of which the shorter are parts.
     for python, words in (
         ("tuple[Choice, ...]", "list of choices"),
         ("tuple[str, ...]", "list of texts"),

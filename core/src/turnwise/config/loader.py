@@ -55,6 +55,7 @@ class Loaded:
         hidden = secrets(self.references)
 
         def shown(value: Any, path: Path) -> Any:
+            # What stands under `algorithm` was written at the top level.
             own = path[1:] if path[:1] == ("algorithm",) else path
             if (text := self.references.get(self.sources.written(own))) is not None:
                 return text
@@ -91,7 +92,9 @@ def load(
     merged = merge(found.layers, overrides, report)
     for problem in found.problems:
         report.plain(problem)
+    # First of all: what the plugins bring may be named in any key below.
     _declare(merged, file.parent, registry, report)
+    # Before anything is resolved: `${…}` may name a preset.
     _presets(found, merged, registry, report)
     resolved = resolve(merged, report)
     # From here on a message may quote a value of the environment, so every line is masked.
@@ -100,6 +103,7 @@ def load(
     whole = _referring(resolved)
     config, free = _convert(resolved.data, merged, registry, report)
     if config is not None:
+        # Only of a configuration that fits the schema: the relations are arithmetic on its values.
         config = check_relations(config, registry, report)
     report.raise_problems()
     assert config is not None
@@ -153,6 +157,7 @@ def _convert(
     data: dict[str, Any], merged: Merged, registry: Registry, report: Report
 ) -> tuple[RunConfig | None, set[str]]:
     """Plain data to the schema (None when it does not fit), and the top-level keys that are free values."""
+    # Translated first, so that everything below sees this schema's names only.
     loose = apply(RULES, data, merged.reads, registry, report)
     add_defaults(data, report)
     for role in ("actor_train", "actor_infer"):
@@ -166,6 +171,7 @@ def _convert(
                 f"{role}.strategy_args says what runs it. Installed: {names}. Fix: strategy_args: {{strategy_name:"
                 " NAME}",
             )
+    # Implementations before the keys at the top: a key goes to whoever has an option of its name.
     slots = find_choices(data, registry, report)
     free = give_algorithm_keys(data, slots, merged.reads, merged.included, registry, report)
     finish_choices(data, slots, registry, report, loose)
@@ -196,6 +202,7 @@ def _referring(resolved: Resolved) -> dict[str, Any]:
     whole: dict[str, Any] = escaped(resolved.data)
     for path, text in resolved.references.items():
         holder = at(whole, path[:-1])
-        if isinstance(holder, dict | list):  # else a value of its kind was written over
+        # Else a value of its kind was written over.
+        if isinstance(holder, dict | list):
             holder[path[-1]] = text
     return whole

@@ -64,13 +64,14 @@ class Sources:
         match = _KEYED.match(line)
         if match is None:
             return line
-        path = tuple(int(part) if part.isdigit() else part for part in re.split(r"[.\[\]]+", match[1]) if part)
+        path = tuple(int(part) if part.isdecimal() else part for part in re.split(r"[.\[\]]+", match[1]) if part)
         return f"{self.where(path)}: {line}"
 
     def _place(self, path: Path, depth: int) -> str:
         for cut in range(len(path), 0, -1):
             if path[:cut] in self.places:
                 if cut < len(path) and path[:cut] in self.copies and depth:
+                    # A value inside a copied block was written where the original stands.
                     return self._place(self.copies[path[:cut]] + path[cut:], depth - 1)
                 return self.places[path[:cut]]
         return self.root
@@ -105,7 +106,7 @@ class Report:
         where = self.sources.where(path)
         line = where.rpartition(":")[2]
         self._problems.setdefault(
-            self._line(path, text), (where.rpartition(":")[0], int(line) if line.isdigit() else 0)
+            self._line(path, text), (where.rpartition(":")[0], int(line) if line.isdecimal() else 0)
         )
 
     def warn(self, path: Path, text: str) -> None:
@@ -138,7 +139,7 @@ class Report:
     def plain(self, line: str) -> None:
         """A mistake whose line is already written, place included."""
         where, _, number = line.split(": ", 1)[0].rpartition(":")
-        self._problems.setdefault(line, (where, int(number) if number.isdigit() else 0))
+        self._problems.setdefault(line, (where, int(number) if number.isdecimal() else 0))
 
     def unusable(self, path: Path, text: str) -> None:
         """A mistake that leaves no value behind: what else is wrong there is not reported."""
@@ -166,7 +167,8 @@ class Report:
             raise ConfigError([*self.problems, *self.missing], besides) from self.cause
 
     def _line(self, path: Path, text: str) -> str:
-        text = " ".join(part.strip() for part in text.splitlines())  # what a plugin or a parser says may have several
+        # What a plugin or a parser says may have several.
+        text = " ".join(part.strip() for part in text.splitlines())
         text = _WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-20:]}", text)
         line = masked(f"{self.sources.where(path)}: {dotted(self.sources.written(path))}: {text}", self.secrets)
         # Cut in the middle: the fix stands at the end.
@@ -175,6 +177,7 @@ class Report:
 
 def masked(text: str, secrets: Mapping[str, str]) -> str:
     """The text with the references of the environment's values in their places."""
+    # The longest first: one secret may be a part of another.
     for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, secrets[value])
     return text

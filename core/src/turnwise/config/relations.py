@@ -347,14 +347,13 @@ def _signal(config: RunConfig, registry: Registry, report: Report) -> None:
         return
     given = config.reward_normalization
     options = config.adv_estimator.config
-    own = (
-        options.reward_normalization
-        if options is not None and "reward_normalization" in fields_dict(type(options))
-        else None
-    )
+    stated = options is not None and "reward_normalization" in fields_dict(type(options))
+    own = options.reward_normalization if stated else None
+    # An estimator's own option goes before the key at the top.
     settings = own or given
     name = config.adv_estimator.name
     known = _estimator(config, registry)
+    # None: the estimator cannot be asked, and only its settings say whether it compares.
     compares = known.compares_in_groups if known is not None else None
     grouped = bool(compares)
     if settings is not None and settings.grouping in ("batch", "tags"):

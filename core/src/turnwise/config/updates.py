@@ -75,6 +75,7 @@ def check_updates(config: RunConfig, registry: Registry, report: Report) -> None
                 (name, "device_mapping"), f"{error}. Fix: correct the devices, or the sizes in strategy_config"
             )
             continue
+        # About: the rows of a step depend on how many turns are played.
         made = -(-batch // unit) * config.ppo_epochs
         if name == "actor_train" and made > 1 and not loss_capabilities(config, registry).uses_ratio:
             text = f"{config.pg_variant.name!r} has no ratio to the old policy, and a step makes about {made} updates"

@@ -84,9 +84,11 @@ class Batch:
 def build_batch(trajectories: Sequence[Trajectory], samples: Sequence[Sequence[Sample]]) -> Batch:
     """The batch of `trajectories` and, for each, its samples; trajectories are put in (group, member) order, those of
     one episode stay as they are."""
+    # Episodes finish in any order: sorted, a step's batch and all that is computed from it do not depend on it.
     order = sorted(range(len(trajectories)), key=lambda i: (trajectories[i].group, trajectories[i].member))
     played = [trajectories[i] for i in order]
     cut = [list(samples[i]) for i in order]
+    # In order of appearance, without copies.
     tags = tuple(dict.fromkeys(t.tag for t in played))
     first_turn = np.concatenate([[0], np.cumsum([len(t.turns) for t in played])]).astype(np.int64)
     turns = _turn_table(played)
@@ -108,6 +110,7 @@ def build_batch(trajectories: Sequence[Trajectory], samples: Sequence[Sequence[S
             "stop_reason": np.array([t.stop_reason for t in played], object),
             "success": np.array([np.nan if t.success is None else float(t.success) for t in played], np.float64),
             "turns": np.diff(first_turn),
+            # Python integers: a seed may be larger than int64.
             "seed": np.array([t.seed for t in played], object),
         },
         len(played),
@@ -193,6 +196,7 @@ def _token_tables(rows: Sequence[tuple[int, Sample]], first_turn: np.ndarray) ->
 def _logprobs(sample: Sample) -> np.ndarray:
     if sample.logprobs is not None:
         return sample.logprobs
+    # NaN says "unknown" on sampled tokens alone: elsewhere a sum over the row must stay a number.
     return np.where(sample.response_mask, np.float32(np.nan), np.float32(0))
 
 
@@ -217,8 +221,10 @@ def _place_rewards(tokens: Table, turns: Table, sampled: np.ndarray) -> np.ndarr
     if not len(sampled) or not len(turns):
         return rewards
     owner, turn_of = tokens["trajectory"][sampled], tokens["turn"][sampled]
-    before = np.searchsorted(turn_of, np.arange(len(turns)), side="right") - 1  # turn rows ascend along `sampled`
+    # Turn rows ascend along `sampled`.
+    before = np.searchsorted(turn_of, np.arange(len(turns)), side="right") - 1
     at = np.maximum(before, 0)
+    # The neighbours along `sampled` may belong to another trajectory, which must not get the reward.
     earlier = (before >= 0) & (owner[at] == turns["trajectory"])
     after = np.minimum(before + 1, len(sampled) - 1)
     later = (before + 1 < len(sampled)) & (owner[after] == turns["trajectory"])

@@ -25,6 +25,7 @@ def deal(rows: Rows, parts: int) -> list[np.ndarray]:
         load, part = heapq.heappop(loads)
         shares[part].append(sample)
         heapq.heappush(loads, (load + int(lengths[sample]), part))
+    # Ascending, so that a rank's rows do not depend on the order in which they were dealt.
     return [np.array(sorted(share), np.int64) for share in shares]
 
 
@@ -44,6 +45,7 @@ def merge_results(results: Sequence[UpdateResult]) -> UpdateResult:
         for name, (x, w) in result.sums.items():
             before = sums.get(name, (0.0, 0.0))
             sums[name] = (before[0] + x, before[1] + w)
+    # All ranks skip where one does, so any of them says so for all.
     skipped = any(result.skipped for result in results)
     return UpdateResult(
         loss=sum(result.loss for result in results), grad_norm=results[0].grad_norm, sums=sums, skipped=skipped

@@ -18,6 +18,7 @@ from attrs import define, field
 
 from turnwise.data.trajectory import Sample, Trajectory, Turn
 
+# Beside namedtuples the only classes that are read back by name: what a file says must never choose what is called.
 RECORDS = {cls.__name__: cls for cls in (Trajectory, Turn, Sample)}
 
 
@@ -102,6 +103,7 @@ def _decoded(value: Any, buffer: bytes) -> Any:
         dtype, shape, start, size = inner
         # A copy, for frombuffer gives a view that cannot be written to.
         array = np.frombuffer(buffer[start : start + size], dtype=dtype).reshape(shape).copy()
+        # A scalar has the shape (), and [()] takes it out with its dtype.
         return array if kind == "array" else array[()]
     if kind == "dict":
         return {_decoded(k, buffer): _decoded(v, buffer) for k, v in inner}

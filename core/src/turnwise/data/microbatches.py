@@ -67,6 +67,7 @@ def pack(lengths: np.ndarray, width: int) -> list[np.ndarray]:
             left, row = max(width, length), len(rows)
             rows.append([index])
         insort(room, (left - length, row))
+    # The fullest first, so that a micro-batch too large for the memory fails at once.
     return sorted((np.array(row, np.int64) for row in rows), key=lambda row: -int(lengths[row].sum()))
 
 
@@ -100,4 +101,5 @@ def non_padding_share(lengths: np.ndarray, groups: Sequence[Sequence[np.ndarray]
 
 
 def _longest_first(lengths: np.ndarray) -> np.ndarray:
+    # Stable, so that equal lengths keep the order of the batch.
     return np.argsort(-np.asarray(lengths, np.int64), kind="stable")

@@ -100,7 +100,9 @@ def normalised_token_rewards(batch: Batch, settings: RewardNormalization | None)
     rewards = np.where(live[owner], batch.tokens["token_level_rewards"] / divisor[owner], 0.0)
     last = last_sampled(batch)
     ends = np.flatnonzero((last >= 0) & live)
+    # μ is of the score, so it is taken off once: at the end, where a score belongs that is given as one reward.
     rewards[last[ends]] -= mean[ends] / divisor[ends]
+    # After the normalisation: the penalty is no reward of the environment, and its scale is β's.
     if "kl_penalty" in batch.tokens:
         rewards -= batch.tokens["kl_penalty"]
     return sampled_to_tokens(batch, rewards[batch.sampled])
@@ -175,10 +177,12 @@ def _statistics(
     entry counts."""
     scopes, where = np.unique(labels, return_inverse=True)
     counted = weights > 0
+    # The least counted value of each scope; a scope without any has 0.
     base = np.full(len(scopes), np.inf)
     np.minimum.at(base, where[counted], values[counted])
     base[np.isinf(base)] = 0.0
-    shifted = values - base[where]  # equal values, however large, have σ = 0 exactly
+    # Equal values, however large, have σ = 0 exactly.
+    shifted = values - base[where]
     members = np.bincount(where, weights=weights, minlength=len(scopes))
     mean = np.bincount(where, weights=weights * shifted, minlength=len(scopes)) / np.maximum(members, 1.0)
     squares = np.bincount(where, weights=weights * (shifted - mean[where]) ** 2, minlength=len(scopes))

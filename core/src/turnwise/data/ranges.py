@@ -64,6 +64,7 @@ def faults(config: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
             value, bounds = getattr(config, attribute.name), attribute.metadata.get(RANGE)
             here = (*path, attribute.name)
             wanted = str if isinstance(bounds, FileName) else (int, float)
+            # A bool is an int to Python, and has no range.
             if bounds is not None and isinstance(value, wanted) and not isinstance(value, bool):
                 if fault := bounds.fault(value):
                     yield here, value, fault

@@ -21,6 +21,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return plain(value.item())
     if isinstance(value, np.ndarray):
+        # Images alone have so many axes here, and their pixels would make a record of megabytes.
         return {"shape": list(value.shape), "dtype": str(value.dtype)} if value.ndim > 1 else plain(value.tolist())
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}

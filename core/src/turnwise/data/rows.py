@@ -38,6 +38,7 @@ class Rows:
         """The named samples, in the named order (a sample may be named twice)."""
         samples = np.asarray(samples, np.int64)
         tokens = ranges(self.offsets[samples], self.lengths[samples])
+        # Sampled tokens before each boundary between samples.
         responses = np.cumsum(np.concatenate([[0], self.response_mask]))[self.offsets]
         picked = ranges(responses[samples], np.diff(responses)[samples])
         return Rows(
@@ -52,6 +53,7 @@ class Rows:
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The concatenation of arange(start, start + length) over all pairs, without a loop."""
     lengths = np.asarray(lengths, np.int64)
+    # What to add to a plain 0…n−1 so that each piece begins at its own start.
     shift = np.repeat(np.asarray(starts, np.int64) - (np.cumsum(lengths) - lengths), lengths)
     return np.arange(int(lengths.sum()), dtype=np.int64) + shift
 
@@ -61,6 +63,7 @@ def rows_of(batch: Batch, samples: np.ndarray | None = None, columns: tuple[str,
     names = [n for n in batch.tokens if n not in ("input_ids", "response_mask")] if columns is None else list(columns)
     mask = batch.tokens["response_mask"]
     owner = batch.samples["trajectory"]
+    # Samples refer to images by index: each is kept once for its trajectory.
     images = tuple(tuple(batch.images[owner[s]][i] for i in which) for s, which in enumerate(batch.sample_images))
     rows = Rows(
         input_ids=batch.tokens["input_ids"],

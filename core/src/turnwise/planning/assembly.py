@@ -116,6 +116,7 @@ def scheduler(
         evaluation=evaluation,
         generating_args=args,
         async_generation_ratio=config.async_generation_ratio,
+        # An evaluation is a batch of its own and ends by itself.
         max_steps=None if evaluation else config.max_steps,
     )
     # A backend that takes messages renders them itself: a chat format here would be a second one.
@@ -132,6 +133,7 @@ def model_source(config: RunConfig, base: Path, tokenizer: Path | None = None) -
     context = ModelSourceContext(
         cache=folders.cache,
         seed=config.seed,
+        # Asked for only where a tokenizer is made: it plays episodes.
         texts=lambda: texts(config, base),
         trust_remote_code=trust,
         tokenizer=tokenizer,
@@ -180,6 +182,7 @@ def train_context(config: RunConfig, role: Role, name: str, model: Path) -> Trai
         dtype=role.model_args.dtype,
         attn_implementation=role.model_args.attn_implementation,
         gradient_checkpointing=not role.model_args.disable_gradient_checkpointing,
+        # The one that samples: log-probs are of logits divided by it.
         temperature=(config.train_env_manager.generating_args or config.actor_infer.generating_args).temperature,
         objective=objective(config),
         weight_decay=args.weight_decay,

@@ -25,6 +25,7 @@ from turnwise.rollout import Scheduler
 
 THINKING = "<think>\nThis looks best.\n</think>\n\n"
 TURNS = 3
+# Enough for any template: no episode of the trial shall end for want of room.
 ROOM = Limits(sequence_length=2**20, max_new_tokens=4096, max_tokens_per_step=4096, max_turns=TURNS)
 
 

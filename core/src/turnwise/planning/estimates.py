@@ -28,6 +28,7 @@ from turnwise.plugins import registry
 
 DEVICE_GB = 40
 """Memory of a device where nobody says."""
+# That of turnwise_torch.head, which the core may not import.
 LOGITS_CHUNK = 2**26
 """Logits that exist at a time in training; in fp32, with their gradient."""
 CPU_BYTES_PER_TOKEN = {"rollout": 17, "log_probs": 4, "advantages": 8}
@@ -80,6 +81,7 @@ def main_memory(config: RunConfig, facts: ModelFacts | None, tokens: int) -> dic
     token were of one."""
     models = 1 + needs_reference(config) + (config.critic is not None)
     out = {name: width * tokens for name, width in CPU_BYTES_PER_TOKEN.items()}
+    # The actor's, the reference's and the critic's values: a column each.
     out["log_probs"] *= models
     if facts is not None and facts.image is not None:
         out["images"] = facts.image.pixel_bytes * tokens
@@ -118,6 +120,8 @@ def memory(config: RunConfig, facts: ModelFacts, device: int) -> list[dict[str, 
         phase = "training" if trained[name] else "log-probs"
         out.append({"role": name, "phase": phase, **_training(config, role_of(config, name), facts, trained[name])})
     for line in out:
+        # Without `images`, which are an upper bound that hardly any batch reaches, and without what lies in main
+        # memory.
         line["total"] = sum(
             line.get(part, 0) for part in ("weights", "gradients", "optimizer", "activations", "kv_cache")
         )
@@ -130,6 +134,7 @@ def _sampling(config: RunConfig, facts: ModelFacts, device: int) -> dict[str, in
     dtype = role.model_args.dtype
     if (count := backend_capabilities(config).memory) is not None:
         return dict(count({"parameters": facts.parameters, "dtype": dtype, "device_bytes": device}))
+    # Each episode that plays has one request under way at most.
     alive = min(config.rollout_batch_size, config.train_env_manager.max_env_num_per_worker or config.rollout_batch_size)
     return {
         "weights": facts.parameters * BYTES[dtype],
@@ -179,6 +184,7 @@ def disk(config: RunConfig, facts: ModelFacts | None, tokens: Mapping[str, int])
     checkpoint = None
     if facts is not None:
         trained = 2 if config.critic is not None else 1
+        # fp32, 4 bytes each.
         checkpoint = trained * 12 * facts.parameters + BYTES[config.actor_train.model_args.dtype] * facts.parameters
     prompts = max(0, tokens["trained"] - tokens["sampled"])
     return {
@@ -214,6 +220,7 @@ def times(config: RunConfig, earlier: Path) -> dict[str, Any]:
         if config.eval_steps and config.val_env_manager
         else 0
     )
+    # One at the end in any case, and none twice where save_steps divides max_steps.
     saves = 1 + ((config.max_steps - 1) // config.save_steps if config.save_steps else 0)
     one_evaluation, one_save = (sum(x) / len(x) if x else 0.0 for x in (played, saved))
     a_step = sum(phases.values())
@@ -231,6 +238,7 @@ def warnings(values: Mapping[str, Any], config: RunConfig) -> list[str]:
     out = []
     for line in values["memory"] or ():
         role = role_of(config, line["role"])
+        # A sampler fills its device by design; a role without numbers may be on a CPU.
         if not role.device_mapping or line["total"] <= FULL * values["device_gb"] * 1e9 or line["phase"] == "sampling":
             continue
         rows = role.training_args.per_device_train_batch_size
@@ -255,7 +263,8 @@ def render(values: Mapping[str, Any]) -> str:
     """The estimates as aligned text."""
     tokens = values["tokens_per_step"]
     lines = []
-    if any(low != high for low, high in values["updates_by_policy"].values()):  # where turns are rows
+    # Where turns are rows.
+    if any(low != high for low, high in values["updates_by_policy"].values()):
         spread = ", ".join(
             f"{name} {low:,}" + (f" to {high:,}" if low != high else "")
             for name, (low, high) in values["updates_by_policy"].items()

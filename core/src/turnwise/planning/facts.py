@@ -72,6 +72,7 @@ class ModelFacts:
             + self.hidden * self.output_bias
         )
         mlp = 3 * self.hidden * self.intermediate + (2 * self.intermediate + self.hidden) * self.mlp_bias
+        # Two norms a layer; with qk_norm one for queries and one for keys, of a head's width each.
         layer = attention + mlp + 2 * self.hidden + 2 * self.head * self.qk_norm
         embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
         return embeddings + self.layers * layer + self.hidden + (self.image.parameters if self.image is not None else 0)
@@ -114,12 +115,14 @@ def read_facts(path: Path) -> ModelFacts | None:
 
 
 def _facts(whole: Mapping[str, Any]) -> ModelFacts | None:
+    # A vision-language model keeps its language model's sizes in a mapping of its own.
     text: Mapping[str, Any] = whole.get("text_config") or whole
     kind = str(whole["model_type"])
     if kind not in KNOWN:
         return None
     heads = int(text["num_attention_heads"])
     hidden = int(text["hidden_size"])
+    # Qwen2 has biases on q, k and v alone, whatever the file says.
     bias = bool(text.get("attention_bias", False)) and kind not in BIASED
     return ModelFacts(
         hidden=hidden,

@@ -24,9 +24,11 @@ def effective(
     given = _given(named, runtime, visible)
     if not given:
         return dict(named)
+    # One iterator for all roles: a number that one has taken is gone for the next.
     free = _free(named, runtime, visible)
     actor = named["actor_train"] or _next(free, given) or tuple(range(given))
     found = {name: numbers or actor for name, numbers in named.items()}
+    # The actor first: where devices are few it is the sampler that takes turns.
     if "actor_infer" in named and not named["actor_infer"]:
         found["actor_infer"] = () if attached else _next(free, given) or actor[:given]
     return found
@@ -34,7 +36,8 @@ def effective(
 
 def _given(named: Mapping[str, Devices], runtime: RuntimeCapabilities, visible: int) -> int:
     """How many devices a role gets that names none; 0: the CPU, or what only the runtime will find."""
-    if not runtime.gpus:  # the numbers are processes, and a role without one gets a process of its own
+    # The numbers are processes, and a role without one gets a process of its own.
+    if not runtime.gpus:
         return 0
     if runtime.one_process:
         return min(1, visible)

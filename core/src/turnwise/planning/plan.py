@@ -73,6 +73,7 @@ def rows_per_step(config: RunConfig) -> tuple[int, int]:
     for tag, groups in zip(manager.tags, manager.num_groups_partition, strict=True):
         env = config.custom_envs[tag]
         declares = manager_capabilities(env)
+        # Where an episode has several roles, each of them leaves a trajectory.
         played = groups * manager.group_size * max(1, len(declares.roles))
         fewest += played
         most += played * (env.max_steps * declares.calls_per_step if declares.row_per_turn else 1)
@@ -105,6 +106,7 @@ def rates(config: RunConfig, role: Role, per_step: int) -> dict[str, float]:
     def at(p: int, k: int) -> float:
         return learning_rate(base, schedule, p, k, per_step, total)
 
+    # The last update's rate and not that of max_steps, which no update has.
     return {"start": at(0, 0), "middle": at(total // 2, 0), "end": at(total - 1, per_step - 1)}
 
 

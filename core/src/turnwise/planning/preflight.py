@@ -42,6 +42,7 @@ def preflight(config: RunConfig, base: Path, lacks: Sequence[str] = (), missing:
     to be here (Loaded)."""
     wrong: list[str] = []
     lacks = list(lacks)
+    # As the run does it, or a folder beside the YAML would be looked for elsewhere.
     config = assembly.with_seed_files(config, base)
     for role, choice in _roles(config):
         kind = "inference_backend" if role == "actor_infer" else "train_strategy"
@@ -75,6 +76,7 @@ def preflight(config: RunConfig, base: Path, lacks: Sequence[str] = (), missing:
         resume.to_resume(config.resume_from_checkpoint, assembly.Folders.of(config).checkpoints, contents=False)
     except CheckpointError as error:
         wrong.append(str(error))
+    # Roles may share a fault, which is said once.
     return Findings(list(dict.fromkeys([*missing, *wrong])), list(dict.fromkeys(lacks)))
 
 

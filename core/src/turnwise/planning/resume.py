@@ -21,6 +21,8 @@ from turnwise.planning.schedules import learning_rate, schedule_of
 
 PREFIX = "checkpoint-"
 MANIFEST = "manifest.json"
+# Where things are written, how often, and how long the run is: nothing that a step computes. A longer run changes
+# rates, which `rate_jumps` says.
 MAY_CHANGE = frozenset(
     {
         "exp_name",
@@ -105,7 +107,8 @@ def held(folder: Path | None, root: Path) -> Iterator[Checkpoint]:
             read(wanted)  # says what is wrong with it
             raise
         with file:
-            fcntl.flock(file, fcntl.LOCK_SH)  # waits while it is being pruned, and then it is gone
+            # Waits while it is being pruned, and then it is gone.
+            fcntl.flock(file, fcntl.LOCK_SH)
             if folder is None and not wanted.is_dir():
                 continue
             yield read(wanted)
@@ -114,6 +117,7 @@ def held(folder: Path | None, root: Path) -> Iterator[Checkpoint]:
 
 def listed(root: Path) -> list[Path]:
     """All checkpoint folders under `root`, oldest first."""
+    # Only whole ones: one that is being written has another name until it is done.
     found = root.glob(f"{PREFIX}*") if root.is_dir() else ()
     return sorted((p for p in found if p.name.removeprefix(PREFIX).isdecimal() and p.is_dir()), key=step_of)
 

@@ -55,6 +55,7 @@ def _polynomial(at: Progress, *, lr_end: float = 1e-7, power: float = 1.0) -> fl
 
 
 def _inverse_sqrt(at: Progress, *, timescale: float | None = None) -> float:
+    # As in transformers.
     timescale = timescale or at.warmup or 10_000
     return 1.0 / math.sqrt((at.x + timescale - at.warmup) / timescale)
 
@@ -151,6 +152,7 @@ class Schedule:
         rate = self.kwargs.get(floor, 1e-7 if self.name == "polynomial" else None)
         if rate is not None and not rate < base:
             problems.append(f"lr_scheduler_kwargs.{floor}: {rate} is not below learning_rate {base}")
+        # Where num_stable_steps is left out it is the rest, and always fits.
         phases = self.warmup_steps + self.kwargs.get("num_decay_steps", 0) + (self.kwargs.get("num_stable_steps") or 0)
         if self.name == "warmup_stable_decay" and phases > max_steps:
             problems.append(

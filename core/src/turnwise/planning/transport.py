@@ -43,6 +43,7 @@ def choose(config: RunConfig) -> str:
     _adapters(config, trainer, backend)
     offered, taken = _transports(strategy, trainer, runtime), _transports(sampler, backend, runtime)
     excluded = set()
+    # A module of another dtype cannot be the same one.
     if not runtime.one_process or train.model_args.dtype != infer.model_args.dtype:
         excluded.add("shared")
     if set(trainer.devices) & set(backend.devices):
@@ -96,6 +97,7 @@ def _adapters(config: RunConfig, trainer: TrainPlan, backend: ServePlan) -> None
 
 def _transports(target: Any, plan: TrainPlan | ServePlan, runtime: RuntimeCapabilities) -> tuple[str, ...]:
     """Those of a role, as it will be where the runtime places it."""
-    devices = plan.devices if runtime.gpus else ()  # else the numbers are processes without a device
+    # Else the numbers are processes without a device.
+    devices = plan.devices if runtime.gpus else ()
     found: tuple[str, ...] = target.transports(plan.config, evolve(plan.context, devices=devices))
     return found

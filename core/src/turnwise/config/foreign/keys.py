@@ -227,7 +227,8 @@ def _role_environment(edit: Edit) -> None:
 
 
 def _text_values(edit: Edit) -> None:
-    if isinstance(edit.value, dict):  # environment variables are text, whatever YAML makes of them
+    # Environment variables are text, whatever YAML makes of them.
+    if isinstance(edit.value, dict):
         edit.value.update({k: str(v) for k, v in edit.value.items() if type(v) in (int, float)})
 
 

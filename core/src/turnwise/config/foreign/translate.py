@@ -55,6 +55,7 @@ class Edit:
             )
             return False
         if path[-1] not in block:
+            # A message about the new key names the line of the old one.
             self.report.sources.moved[path] = self.report.sources.written(self.path)
         block[path[-1]] = value
         return True
@@ -176,9 +177,11 @@ def apply(
         # `${…}` reads a value of the user's own under this name.
         if rule.free and rule.key in reads:
             continue
+        # A list: actions take keys out of what is walked through.
         for path in list(matches(data, tuple(rule.key.split(".")))):
             value = at(data, path, NOTHING)
             if value is not NOTHING:
+                # A rule that had nothing to say changed nothing, and makes no file a foreign one.
                 said = report.said
                 rule.action(Edit(data, registry, report, loose, path, value, rule.why))
                 report.foreign = report.foreign or report.said != said

@@ -53,6 +53,7 @@ def _read(file: FilePath, name: str, found: Includes, above: tuple[FilePath, ...
         problem = _include(entry, i, where, file, found, (*above, file.resolve()))
         if problem:
             found.problems.append(f"{where}: $.defaults[{i}]: {problem}")
+    # Behind what it includes: lowest first, and the file itself over them.
     found.layers.append(layer)
 
 
@@ -75,6 +76,7 @@ def _include(entry: Any, index: int, where: str, file: FilePath, found: Includes
     for path in _candidates(file.parent, target):
         if not is_file(path):
             continue
+        # Resolved: the same file may be named by several paths.
         if path.resolve() in above:
             return f"{entry!r} includes itself. Fix: remove the line"
         try:
@@ -101,6 +103,7 @@ def is_file(path: FilePath) -> bool:
 
 def _candidates(folder: FilePath, target: str) -> list[FilePath]:
     names = [target] if target.endswith((".yaml", ".yml")) else [f"{target}.yaml", f"{target}.yml"]
+    # Hydra's files name a path in its search path; copied together, they lie beside each other.
     return [folder / name for name in names] + [folder / FilePath(name).name for name in names]
 
 

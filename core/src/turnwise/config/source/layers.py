@@ -60,6 +60,7 @@ def merge(layers: Sequence[YamlFile], overrides: Sequence[str], report: Report) 
 
 def _over(config: DictConfig, created: DictConfig, layer: YamlFile, report: Report) -> DictConfig:
     """A layer over those below. A block that is one `${…}` below is copied and merged, if it is of the same kind."""
+    # First as it is; then, one after the other, without what stands below as `${…}` and blocks the merge.
     for path in [(), *_interpolated(in_plain(config), layer.data, ())]:
         if path:
             _remove(config, path)
@@ -145,7 +146,8 @@ def _replaced(below: Any, over: Any, path: Path) -> Iterator[Path]:
         return
     if path and (path[-1] in CHOICES or path[-1] == "strategy_args"):
         names = [next((block[key] for key in NAMES if key in block), None) for block in (below, over)]
-        if None not in names and names[0] != names[1]:  # the options of the one are not the other's
+        # The options of the one are not the other's.
+        if None not in names and names[0] != names[1]:
             yield path
             return
     for key in over:
@@ -175,7 +177,7 @@ def _override(config: DictConfig, override: str, report: Report) -> None:
     keys = [part for part in re.split(r"[.\[\]]+", match[1].strip()) if part]
     path: Path = ()
     for part in keys:
-        path = (*path, int(part) if part.isdigit() and isinstance(at(in_plain(config), path), list) else part)
+        path = (*path, int(part) if part.isdecimal() and isinstance(at(in_plain(config), path), list) else part)
     for cut in range(1, len(path)):  # blocks that the override makes
         if at(in_plain(config), path[:cut]) is None:
             report.sources.places.setdefault(path[:cut], label)
@@ -185,6 +187,7 @@ def _override(config: DictConfig, override: str, report: Report) -> None:
         report.error(path, problem)
         return
     try:
+        # By the rules of a file, not by OmegaConf's grammar: `1e-6` is the same number in both places.
         value = parse_value(match[2])
         # Emptied before the update, which would merge the options of one choice into another.
         replaced = list(_replaced(at(in_plain(config), path), value, path))

@@ -22,6 +22,7 @@ _WHOLE = re.compile(r"^\s*\$\{\s*([A-Za-z_][\w-]*(?:\.[\w-]+|\[\d+\])*)\s*\}\s*$
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 _KEY = re.compile(r"^\s*(?:oc\.(?:select|dict\.keys|dict\.values)\s*:\s*)?(\.*)([\w\-.\[\]]*)")
 _VARIABLE = re.compile(r"^\s*oc\.env\s*:\s*([A-Za-z_]\w*)")
+# Well below Python's limit of recursion.
 _CHAIN = 100
 """How many `${…}` may name one another in a row; each is a call inside a call here and in OmegaConf."""
 _ROUNDS = 1000
@@ -52,7 +53,8 @@ def resolve(merged: Merged, report: Report) -> Resolved:
     # OmegaConf resolves at every access anew, so values that name each other would take exponential time; `plain` keeps
     # each result.
     raw = in_plain(merged.config)
-    for path, text in _texts(raw, ()):  # where a copied block was written, known before anything inside it is reported
+    # Where a copied block was written, known before anything inside it is reported.
+    for path, text in _texts(raw, ()):
         if match := _WHOLE.match(text):
             report.sources.copies[path] = _split(match[1])
     return _Resolution(merged.config, raw, report).run()
@@ -75,7 +77,7 @@ def _texts(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _split(key: str) -> Path:
-    return tuple(int(part) if part.isdigit() else part for part in re.split(r"[.\[\]]+", key) if part)
+    return tuple(int(part) if part.isdecimal() else part for part in re.split(r"[.\[\]]+", key) if part)
 
 
 @define(eq=False)
@@ -118,6 +120,7 @@ class _Resolution:
         named, copied = self._named(raw, path)
         self.busy.pop()
         del self.waiting[path]
+        # A plain copy needs no OmegaConf, which would take a millisecond for each value.
         if copied is not None and not self._blamed([copied]) and not self._circular(copied, path):
             self._write(path, copy.deepcopy(at(self.plain, copied)))
             return
@@ -178,11 +181,13 @@ class _Resolution:
                 # A value with marks of its own must not be taken for an interpolation once it stands in the text.
                 simple = not isinstance(found, dict | list) and not re.search(r"[${}\0]", str(found))
                 if simple and target not in self.references:
-                    text = text[: match.start()] + str(found) + text[match.end() :]  # part of a longer key, maybe
+                    # Part of a longer key, maybe.
+                    text = text[: match.start()] + str(found) + text[match.end() :]
                     continue
             elif _VARIABLE.match(body):
                 secret = True
             kept.append(shown)
+            # A mark in its place, of a character that no YAML text can hold: the next search must not find it again.
             text = f"{text[: match.start()]}\0{len(kept) - 1}\0{text[match.end() :]}"
         if secret:
             self.references[path] = _expand(text, kept)

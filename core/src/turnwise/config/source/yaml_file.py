@@ -14,6 +14,7 @@ from turnwise.config.problems import Path
 from turnwise.config.source.limits import DEEPEST, LARGEST_FILE, LARGEST_NUMBER, MOST_MERGED, MOST_VALUES, refusal
 from turnwise.errors import ConfigError
 
+# YAML 1.2's core schema: a leading 0 makes no octal number, and `1e-6` needs no point.
 _INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+|0o[0-7_]+)$")
 _FLOAT = re.compile(
     r"^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
@@ -61,6 +62,7 @@ class _Loader(yaml.SafeLoader):
                 brought.update(
                     {(k.tag, k.value) if isinstance(k, yaml.ScalarNode) else id(k): (k, v) for k, v in source.value}
                 )
+        # Own keys last, so that they win over those that are brought in.
         node.value = [*brought.values(), *own]
         self.merging.discard(id(node))
 
@@ -75,6 +77,7 @@ _TOO_DEEP = f"more than {DEEPEST} blocks inside each other. Fix: write fewer"
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _PLAIN = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
 _SCALARS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null")}
+# What PyYAML resolves by the rules of YAML 1.1, taken out here.
 _OWN = {"tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,2002:value"}
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OWN]
@@ -132,6 +135,7 @@ def read_yaml(file: FilePath, name: str) -> YamlFile:
 
 def parse_value(text: str) -> Any:
     """The value of an override, by the same rules as in a file; the empty text is null. Raises yaml.YAMLError."""
+    # Its lines are of no use: an override is named by its own text.
     holder = YamlFile("override")
     loader = _Loader(text)
     try:

@@ -117,7 +117,8 @@ def anchor_key(anchor: Any) -> Hashable:
         # Arrays of objects have no bytes to speak of: their entries are keyed one by one.
         return kind, anchor.dtype.str, anchor.shape, content
     if isinstance(anchor, float | np.floating):
-        return kind, "nan" if np.isnan(anchor) else anchor  # a NaN equals nothing, not even itself
+        # A NaN equals nothing, not even itself.
+        return kind, "nan" if np.isnan(anchor) else anchor
     if isinstance(anchor, Mapping):
         return kind, frozenset((anchor_key(k), anchor_key(v)) for k, v in anchor.items())
     if isinstance(anchor, Set):

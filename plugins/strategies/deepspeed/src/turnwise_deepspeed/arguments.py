@@ -168,7 +168,8 @@ def _unknown(config: DeepspeedConfig, context: TrainContext, where: str) -> Iter
     except (DeepSpeedConfigError, ValueError, TypeError, AssertionError, AttributeError) as error:
         parsed = False
         yield Problem(where, f"DeepSpeed refuses it: {' '.join(str(error).split()) or type(error).__name__}")
-    if parsed:  # an error ends the reading, and what was not read yet would look unknown
+    # An error ends the reading, and what was not read yet would look unknown.
+    if parsed:
         # The run's own keys were left out of what the parser saw, so it cannot have asked for all of them.
         known = _Recording.asked | set(OURS) | set(OTHER_FORMS)
         names = known | {attribute.name for attribute in attrs.fields(DeepspeedConfig)}

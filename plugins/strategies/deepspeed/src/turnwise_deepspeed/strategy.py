@@ -56,7 +56,8 @@ class DeepspeedStrategy(ModelStrategy):
     def __init__(self, config: DeepspeedConfig | None, context: TrainContext) -> None:
         self.config = config or DeepspeedConfig()
         refuse(self.check(self.config, context))
-        torch.manual_seed(context.seed + context.ranks.rank)  # for policy losses that draw random numbers
+        # For policy losses that draw random numbers.
+        torch.manual_seed(context.seed + context.ranks.rank)
         super().__init__(context, device_of(context))
         self.stage = self.config.zero_stage
         self.logits_chunk = self.config.logits_chunk
@@ -119,7 +120,8 @@ class DeepspeedStrategy(ModelStrategy):
             else None
         )
         caller = Caller(self.model)
-        if self.stage == 3:  # one parameter after the other: the whole model is never on the device
+        # One parameter after the other: the whole model is never on the device.
+        if self.stage == 3:
             self._deepspeed.zero.Init(
                 module=caller, config_dict_or_path=settings, dtype=models.torch_dtype(self.context.dtype)
             )
@@ -170,7 +172,8 @@ class DeepspeedStrategy(ModelStrategy):
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._norm = float(nn.utils.clip_grad_norm_(parameters, self.context.max_grad_norm or math.inf))
         if not math.isfinite(self._norm):
-            self.engine.zero_grad()  # a parameter without a gradient is not stepped
+            # A parameter without a gradient is not stepped.
+            self.engine.zero_grad()
 
     def _clear(self) -> None:
         masters.drop_gradients(self.engine)
@@ -179,7 +182,8 @@ class DeepspeedStrategy(ModelStrategy):
         if not hasattr(tensor, "ds_id"):
             return tensor
         with self._deepspeed.zero.GatheredParameters([tensor]):
-            return tensor.detach()  # keeps the gathered storage when the parameter lets go of it
+            # Keeps the gathered storage when the parameter lets go of it.
+            return tensor.detach()
 
     # ---------------------------------------------------------------- state
 

@@ -211,7 +211,8 @@ def _cut(kind: Kind, slices: Sequence[Any], architecture: Architecture, rank: in
     for whole in slices:
         height = whole.get_shape()[0] // size
         parts.append(whole[rank * height : (rank + 1) * height])
-    if kind == "qkv":  # Megatron keeps the queries of a group beside its key and its value
+    # Megatron keeps the queries of a group beside its key and its value.
+    if kind == "qkv":
         groups = architecture.groups // size
         parts = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(parts, 1).flatten(0, 1)

@@ -106,7 +106,8 @@ def token_log_probs(
 
 def token_values(model: Model, hidden: Tensor, share: Share, parallel: Parallel) -> Tensor:
     """float32 [r]: the value of the prefix before every response token, on every rank."""
-    if model.config.sequence_parallel:  # each rank computes the same values, so each keeps its own part of the gradient
+    # Each rank computes the same values, so each keeps its own part of the gradient.
+    if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=False, group=parallel.tensor_group
         )

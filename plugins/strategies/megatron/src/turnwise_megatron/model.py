@@ -217,7 +217,8 @@ def build(architecture: Architecture, config: TransformerConfig, parallel: Paral
         del model.output_layer
         model.value_head = nn.Linear(architecture.hidden, 1, dtype=config.params_dtype)
         for parameter in model.value_head.parameters():
-            parameter.sequence_parallel = False  # every tensor parallel rank has the whole gradient already
+            # Every tensor parallel rank has the whole gradient already.
+            parameter.sequence_parallel = False
     return model
 
 

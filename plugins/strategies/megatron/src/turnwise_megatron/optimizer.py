@@ -102,7 +102,8 @@ class Optimizer:
         """One update of the clipped gradients at this rate, and the new weights on every rank."""
         for group in self.megatron.param_groups:
             group["lr"] = lr
-            group["weight_decay"] = self.weight_decay * group["wd_mult"]  # Megatron leaves this to its scheduler
+            # Megatron leaves this to its scheduler.
+            group["weight_decay"] = self.weight_decay * group["wd_mult"]
         # Not `step`, which prepares the gradients again, over what was clipped.
         self.megatron.step_with_ready_grads()
 

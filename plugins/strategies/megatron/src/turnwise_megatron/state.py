@@ -151,5 +151,6 @@ def _restore_optimizer(optimizer: Optimizer, sources: Sequence[Mapping[str, Tens
                     key: value if key == "step" else value.to(master.device) for key, value in held.items()
                 }
         for number, group in enumerate(adam.param_groups):
-            if "step" in group or f"group/{number}/step" in steps:  # Apex and Transformer Engine count a group's steps
+            # Apex and Transformer Engine count a group's steps.
+            if "step" in group or f"group/{number}/step" in steps:
                 group["step"] = int(steps[f"group/{number}/step"]) if f"group/{number}/step" in steps else 0

@@ -55,7 +55,8 @@ class MegatronStrategy(ModelStrategy):
             undo.callback(self.group.close)
             self.parallel = join(self.config, context, self.device)
             undo.callback(self.parallel.leave)
-            torch.manual_seed(context.seed)  # for policy losses that draw random numbers; nothing here does
+            # For policy losses that draw random numbers; nothing here does.
+            torch.manual_seed(context.seed)
             with cuda_or_cpu(), out_of_memory_named("loading the model", context.role, "hold", self.savings):
                 self._build(folder)
             undo.pop_all()
@@ -180,7 +181,8 @@ class MegatronStrategy(ModelStrategy):
             if self.context.ranks.rank == 0:
                 write_model(Path(folder), self.context.model, weights, self.context.dtype, self.architecture.tied)
         finally:
-            for _ in weights:  # the other ranks gather on: their collectives must meet
+            # The other ranks gather on: their collectives must meet.
+            for _ in weights:
                 pass
 
     @names_out_of_memory("the checkpoint", "hold")

@@ -238,7 +238,8 @@ class Cluster:
         for task in self._followers:
             task.cancel()
         for group in self._groups:
-            with contextlib.suppress(ray.exceptions.RayError, ValueError):  # the cluster may be gone
+            # The cluster may be gone.
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 remove_placement_group(group)
         self._groups.clear()
         self._seats.clear()

@@ -200,7 +200,8 @@ class Workers:
         while True:
             # Any call answers while the worker's event loop runs: an environment that blocks it answers none.
             call = asyncio.ensure_future(result(actor.node.remote()))
-            for _ in range(2):  # the second half counts where this process was stopped, too
+            # The second half counts where this process was stopped, too.
+            for _ in range(2):
                 await asyncio.wait([call], timeout=self.config.env_worker_timeout / 2)
             if not call.done():
                 call.cancel()
@@ -299,7 +300,8 @@ class RayExecutor:
         open = [worker for worker in self._pool.all if worker.actor is not None and self._number in worker.open]
         calls = [result(getattr(worker.actor, method).remote(self._number), _CLOSE_SECONDS) for worker in open]
         for worker, answer in zip(open, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-            with contextlib.suppress(TurnwiseError):  # it is given up; nobody can act on it
+            # It is given up; nobody can act on it.
+            with contextlib.suppress(TurnwiseError):
                 if isinstance(answer, Answer):
                     answer.unwrap(_name(worker), EnvironmentFailure)
                 elif isinstance(answer, BaseException):

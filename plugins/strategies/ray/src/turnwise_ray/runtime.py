@@ -86,7 +86,8 @@ class RayRuntime:
                 await self._placed.pop().close()
             except Exception as error:
                 errors.append(error)
-        with contextlib.suppress(TurnwiseError):  # of a cluster that hangs; the roles are closed
+        # Of a cluster that hangs; the roles are closed.
+        with contextlib.suppress(TurnwiseError):
             await self._cluster.close()
         if errors:
             raise errors[0]

@@ -356,7 +356,8 @@ class RayRole:
 
     def _kill(self) -> None:
         for rank in self._ranks:
-            with contextlib.suppress(ray.exceptions.RayError):  # the cluster is gone, and the process with it
+            # The cluster is gone, and the process with it.
+            with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(rank)
 
     async def close(self) -> None:

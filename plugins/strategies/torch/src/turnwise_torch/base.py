@@ -190,7 +190,8 @@ class ModelStrategy:
             if self.context.ranks.rank == 0:
                 write_model(Path(folder), self.context.model, self.model, weights, head, adapters)
         finally:
-            for _ in weights:  # the other ranks gather on: their collectives must meet
+            # The other ranks gather on: their collectives must meet.
+            for _ in weights:
                 pass
 
     def close(self) -> None:

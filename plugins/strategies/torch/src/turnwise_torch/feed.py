@@ -66,7 +66,8 @@ class Feed:
             return self._beside(batch)
         images: list[np.ndarray] = []
         mask = np.zeros(tuple(batch.input_ids.shape), np.bool_)
-        for place, sample in enumerate(np.concatenate(group)):  # one sample a row: nothing is packed
+        # One sample a row: nothing is packed.
+        for place, sample in enumerate(np.concatenate(group)):
             row, length = layout.rows.select(np.array([sample])), layout.needed[sample]
             mask[place, :length], found = self.vision.find(row.input_ids[:length], row.images[0])
             images += found

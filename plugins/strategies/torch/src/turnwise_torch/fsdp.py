@@ -67,7 +67,8 @@ class ShardedModel:
         """`compute(model)` with all that it needs gathered."""
         out = self.root(compute)
         if not torch.is_grad_enabled():
-            self.reshard()  # FSDP keeps the root gathered, for a backward pass that will not come
+            # FSDP keeps the root gathered, for a backward pass that will not come.
+            self.reshard()
         return out
 
     def backward(self, loss: Tensor, last: bool) -> None:

@@ -131,7 +131,8 @@ class Layout:
 def _packing(sizes: np.ndarray, needed: np.ndarray, fill: np.ndarray, device: torch.device) -> Packing:
     """`sizes` [b]: samples of each row; `needed`: tokens of each sample; `fill` [b]: their sum in each row."""
     ends = np.cumsum(sizes)
-    lengths = np.insert(needed, ends, fill.max() - fill)  # the padding of a row stands behind its last sample
+    # The padding of a row stands behind its last sample.
+    lengths = np.insert(needed, ends, fill.max() - fill)
     segments = np.repeat(ranges(np.zeros(len(sizes), np.int64), sizes + 1), lengths)
     positions = ranges(np.zeros(len(lengths), np.int64), lengths)
     position_ids, numbers = (torch.from_numpy(x.reshape(len(sizes), -1)).to(device) for x in (positions, segments))

@@ -153,7 +153,8 @@ def _packs(model: nn.Module) -> bool:
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
-            return False  # the backbone takes no positions, or no mask of this shape
+            # The backbone takes no positions, or no mask of this shape.
+            return False
     # Room for the rounding of bf16, in which attention over a longer row sums in another order.
     return float((together - alone).norm()) <= 0.02 * float(alone.norm())
 
@@ -229,7 +230,8 @@ def _load(auto: Any, folder: Path, dtype: str, attn_implementation: str, trust_r
         "local_files_only": True,
         "output_loading_info": True,
     }
-    options["trust_remote_code"] = trust_remote_code  # where it is left out, transformers asks on the terminal
+    # Where it is left out, transformers asks on the terminal.
+    options["trust_remote_code"] = trust_remote_code
     try:
         with quiet():
             model, info = auto.from_pretrained(folder, **options)

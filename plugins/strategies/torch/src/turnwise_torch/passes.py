@@ -60,6 +60,7 @@ def infer(feed: Feed, runner: Runner, rows: Rows, compute: Callable[[MicroBatch]
     count = runner.count(len(groups), train=False)
     answers = runner.run(batches(), count, lambda batch: (compute(batch).float().cpu(), {}), train=False)
     out = np.zeros(len(layout.position), np.float32)
-    for place, (values, _) in list(zip(places, answers, strict=True))[: len(groups)]:  # fillers come last
+    # Fillers come last.
+    for place, (values, _) in list(zip(places, answers, strict=True))[: len(groups)]:
         out[place] = values.numpy()
     return out

@@ -53,5 +53,6 @@ class OneByOne:
             value, sums = work(batch)
             if train:
                 self._backward(value, number == count)
-            answers.append((value.detach(), sums))  # a kept graph would keep the activations of every micro-batch
+            # A kept graph would keep the activations of every micro-batch.
+            answers.append((value.detach(), sums))
         return answers

@@ -75,7 +75,8 @@ class Sending:
                     )
                 self._sender.send(buckets(weights, self._context.bucket_bytes))
         finally:
-            for _ in weights:  # the other ranks gather on: their collectives must meet
+            # The other ranks gather on: their collectives must meet.
+            for _ in weights:
                 pass
             self._withdraw()
 
@@ -97,7 +98,8 @@ class Sending:
 
     def _write(self, adapter: dict[str, Any] | None) -> Path | None:
         """A new folder of the weights, or of the adapters alone, valid until the next; on rank 0."""
-        tensors = dict(self._source.adapter_weights()) if adapter else {}  # on all ranks, before one can fail
+        # On all ranks, before one can fail.
+        tensors = dict(self._source.adapter_weights()) if adapter else {}
         previous, self._folder = (
             self._folder,
             Path(tempfile.mkdtemp(prefix="turnwise-weights-")) if self._first() else None,

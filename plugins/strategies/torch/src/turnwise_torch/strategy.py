@@ -116,7 +116,8 @@ class TorchStrategy(ModelStrategy):
                 for name, parameter in masters.items():
                     parameter.copy_(tensors[f"master/{name}"])
         random = self._random_names()
-        if random["cpu"] in tensors:  # saved by fewer ranks, this one goes on with its seed
+        # Saved by fewer ranks, this one goes on with its seed.
+        if random["cpu"] in tensors:
             torch.set_rng_state(tensors[random["cpu"]])
         if random["cuda"] in tensors and self.device.type == "cuda":
             torch.cuda.set_rng_state(tensors[random["cuda"]], self.device)
@@ -165,7 +166,8 @@ class TorchStrategy(ModelStrategy):
 
     def _values(self, batch: MicroBatch) -> Tensor:
         compute = super()._values
-        return self._run(lambda _: compute(batch).clone())  # FSDP's hooks are lost if a view is changed in place
+        # FSDP's hooks are lost if a view is changed in place.
+        return self._run(lambda _: compute(batch).clone())
 
     def _exclusive(self) -> threading.Lock:
         """The lock that keeps a sampler in this process from decoding with half-written weights."""

@@ -279,6 +279,7 @@ class Lines:
         """Hang up; a thread that waits for a line learns of it."""
         with contextlib.suppress(OSError):  # the other side is gone already
             self._connection.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError):  # the other side is gone with bytes unsent
+        # The other side is gone with bytes unsent.
+        with contextlib.suppress(OSError):
             self._file.close()
         self._connection.close()
