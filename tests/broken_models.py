@@ -382,7 +382,7 @@ def whole(cache: Path) -> Path:
     return prepare_recipe(recipe_from(RECIPE), texts, 0, cache)
 
 
-def told(command: str, result: tuple[int, str, str, BaseException | None, float], about: str) -> Iterator[str]:
+def faults_of(command: str, result: tuple[int, str, str, BaseException | None, float], about: str) -> Iterator[str]:
     """What should not be of what a command answered: every line of an error holds `about` and the fix."""
     code, _, err, raised, seconds = result
     if raised is not None:
@@ -408,7 +408,7 @@ def judge(one: Broken, model: Path, run: Callable[[list[str]], Any]) -> list[str
         results = {"check": run(["check", "run.yaml"])}
         if results["check"][0] == 0:
             results["train"] = run(["train", "run.yaml"])
-        faults = [fault for command, result in results.items() for fault in told(command, result, NAME)]
+        faults = [fault for command, result in results.items() for fault in faults_of(command, result, NAME)]
         if one.fine == any(code for code, *_ in results.values()):
             faults.append(f"refused: {results}" if one.fine else "success, and it is wrong")
         if not one.fine and Path("out/metrics.jsonl").is_file() and Path("out/metrics.jsonl").read_text():

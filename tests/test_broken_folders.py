@@ -1,10 +1,11 @@
-"""`tests/broken_models.py`: a model folder that is broken is a line with the folder and the fix before anything is
-trained."""
+"""`tests/broken_models.py` and `tests/damaged_checkpoints.py`: a model folder that is broken, or a checkpoint that is
+damaged, is a line with the folder and the fix before anything is trained."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ def script(name: str) -> Any:
 
 RUN = script("mutated_yamls").run
 MODELS = script("broken_models")
+CHECKPOINTS = script("damaged_checkpoints")
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +47,27 @@ def test_there_are_eighty_broken_model_folders() -> None:
 def test_a_broken_model_folder_is_a_line_that_names_it(model: Path, part: int) -> None:
     mine = list(MODELS.broken())[part::8]
     assert {(one.name, fault) for one in mine for fault in MODELS.judge(one, model, RUN)} == set()
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of three steps, and what goes on from it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.getbasetemp())
+        yield CHECKPOINTS.with_expected(CHECKPOINTS.whole(tmp_path_factory.mktemp("run") / "before", RUN), RUN)
+
+
+def test_there_are_a_hundred_damaged_checkpoints() -> None:
+    names = [one.name for one in CHECKPOINTS.damaged() if not one.harmless]
+    assert len(set(names)) == len(names) >= 100
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_a_damaged_checkpoint_is_a_line_that_names_it(
+    before: Path, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = list(CHECKPOINTS.damaged())[part::8]
+    assert {
+        (one.name, fault) for one in mine for fault in CHECKPOINTS.judge(one, before, RUN, MODELS.faults_of)
+    } == set()

@@ -224,6 +224,25 @@ def test_a_flipped_bit_is_damage(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- a run in the folder of another
 
 
+def test_a_manifest_is_what_was_written_or_damaged(tmp_path: Path) -> None:
+    folder = saved(tmp_path, 3, {"kl_coef": 0.25, "rates": {10: 1.0, 9: float("nan")}, "pair": (1, 2)})
+    content = json.loads((folder / MANIFEST).read_text())
+    assert read(folder).state["pair"] == [1, 2]
+    (folder / MANIFEST).write_text(json.dumps({key: value for key, value in content.items() if key != "sha256"}))
+    assert read(folder).step == 3  # as an earlier version wrote it
+    content["state"]["kl_coef"] = 0.75
+    (folder / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"damaged: it is not what was written\. Fix: "):
+        read(folder)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused_and_under_any_other_name_is_not(tmp_path: Path) -> None:
+    folder = saved(tmp_path, 3)
+    assert read(folder.rename(tmp_path / "best")).step == 3
+    with pytest.raises(CheckpointError, match=r"checkpoint-000004 holds the checkpoint after step 3"):
+        read((tmp_path / "best").rename(tmp_path / "checkpoint-000004"))
+
+
 def test_a_new_run_sets_the_checkpoints_of_an_earlier_one_aside_whole(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     assert set_aside(root, None) is None

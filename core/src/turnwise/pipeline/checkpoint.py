@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import CheckpointError
-from turnwise.planning.resume import MANIFEST, PREFIX, Checkpoint, file_digest, listed, step_of
+from turnwise.planning.resume import MANIFEST, PREFIX, Checkpoint, file_digest, listed, manifest_digest, step_of
 
 TEMPORARY = ".tmp-"
 
@@ -40,7 +40,10 @@ async def save(
         temporary.mkdir()
         await write(temporary)
         files = await asyncio.to_thread(_files, temporary)
-        (temporary / MANIFEST).write_text(json.dumps({"step": step, "state": state, "files": files}, indent=1))
+        # As it will be read: JSON has text for keys alone.
+        content = json.loads(json.dumps({"step": step, "state": state, "files": files}))
+        content["sha256"] = manifest_digest(step, content["state"], content["files"])
+        (temporary / MANIFEST).write_text(json.dumps(content, indent=1))
         _make_durable(temporary)
         # rename does not replace a folder that holds something.
         if final.exists():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from attrs import define, field
 
-from turnwise.errors import CheckpointError
+from turnwise.errors import CheckpointError, one_line
 from turnwise.pipeline.metrics import Reporting
 from turnwise.pipeline.report import History
 from turnwise.planning import resume
@@ -29,6 +31,18 @@ class Progress:
             raise CheckpointError(
                 f"{start.folder} is after step {start.step}, max_steps is {max_steps}. Fix: raise max_steps."
             )
+        state = start.state
+        try:
+            self.history = History.from_plain(state["history"])
+            self.reporting = Reporting.from_plain(state.get("reporting", ()))  # an earlier version kept none
+            # What is read of it later, when the roles are placed.
+            if not math.isfinite(state["kl_coef"]):
+                raise ValueError(f"kl_coef {state['kl_coef']}")
+            for name, part in (("scheduler", state["scheduler"]), ("config", state.get("config", {}))):
+                if not isinstance(part, Mapping):
+                    raise TypeError(f"{name} {part!r:.40}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{start.folder} holds another state than this version writes ({one_line(error)}). {resume.FIX}"
+            ) from error
         self.saved, self.saved_step = start.folder, start.step
-        self.history = History.from_plain(start.state["history"])
-        self.reporting = Reporting.from_plain(start.state.get("reporting", ()))  # an earlier version kept none

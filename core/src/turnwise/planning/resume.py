@@ -16,7 +16,7 @@ from attrs import frozen
 from turnwise.config.convert import structure
 from turnwise.config.problems import at
 from turnwise.config.schema import RunConfig, TrainingArgs
-from turnwise.errors import CheckpointError, ConfigError
+from turnwise.errors import CheckpointError, ConfigError, one_line
 from turnwise.planning.schedules import learning_rate, schedule_of
 
 PREFIX = "checkpoint-"
@@ -64,9 +64,17 @@ def read(folder: Path, *, contents: bool = True) -> Checkpoint:
     try:
         content = json.loads(manifest.read_text())
         files = {str(name): (int(one["size"]), str(one["sha256"])) for name, one in content["files"].items()}
-        step, state = int(content["step"]), content["state"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{manifest} is cut short or not a manifest ({error}). {FIX}") from error
+        step, state = int(content["step"]), dict(content["state"])
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
+        raise CheckpointError(f"{manifest} is cut short or not a manifest ({one_line(error)}). {FIX}") from error
+    if not files:
+        raise CheckpointError(f"{manifest} lists no file. {FIX}")
+    # An earlier version wrote none.
+    if content.get("sha256", whole := manifest_digest(step, state, content["files"])) != whole:
+        raise CheckpointError(f"{manifest} is damaged: it is not what was written. {FIX}")
+    named = folder.name.removeprefix(PREFIX)
+    if folder.name.startswith(PREFIX) and named.isdecimal() and int(named) != step:
+        raise CheckpointError(f"{folder} holds the checkpoint after step {step}, not that of its name. {FIX}")
     for name, (size, digest) in files.items():
         path = folder / name
         if not path.is_file():
@@ -80,6 +88,11 @@ def read(folder: Path, *, contents: bool = True) -> Checkpoint:
                 f"checkpoint {folder} is damaged: the contents of {name} are not what was written. {FIX}"
             )
     return Checkpoint(folder, step, state)
+
+
+def manifest_digest(step: int, state: Any, files: Any) -> str:  # Any: JSON data
+    """The sha256 of what a manifest says."""
+    return hashlib.sha256(json.dumps([step, state, files], sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:
