@@ -33,6 +33,7 @@ class GeneratingArgs:
     include_stop_str_in_output: bool = True
 
 
+# By identity: two equal requests are two, and `abort` names one of them.
 @frozen(eq=False)
 class Request:
     """One response to sample.

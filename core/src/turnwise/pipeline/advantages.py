@@ -52,6 +52,8 @@ def add_kl_penalty(batch: Batch, config: RunConfig, beta: float) -> Batch:
     kl = np.where(
         mask, kl_estimate(config.kl_penalty, batch.tokens["old_log_probs"], batch.tokens["ref_log_probs"]), 0.0
     )
+    # Estimators of token rewards subtract it themselves (turnwise.data.normalise), the others' share is taken in
+    # `with_advantages`.
     if not config.kl_in_score:
         return batch.with_tokens(kl_penalty=beta * kl)
     per_trajectory = np.bincount(batch.tokens["trajectory"], weights=kl, minlength=len(batch.trajectories))
@@ -78,6 +80,7 @@ def with_advantages(batch: Batch, estimator: AdvantageEstimator, config: RunConf
         # A score estimator has no rewards per token to take the penalty from: its sum from each token on goes off here.
         advantages[along] -= discounted_sums(batch.tokens["kl_penalty"][along], owner, config.gamma)
     mask = mask & trains(batch)[batch.tokens["trajectory"]]
+    # Before the batch is cut into updates: statistics are those of the step.
     if config.whiten_advantages if config.whiten_advantages is not None else estimator.whiten:
         advantages[mask] = whiten(advantages[mask])
     advantages = np.where(mask, advantages, 0.0)
@@ -93,6 +96,7 @@ def mean_kl(batch: Batch, kind: str) -> tuple[float, int]:
     kl = kl_estimate(kind, batch.tokens["old_log_probs"], batch.tokens["ref_log_probs"])[mask]
     tokens = np.bincount(owner, minlength=len(batch.trajectories))
     total = np.bincount(owner, weights=kl, minlength=len(batch.trajectories))
+    # Filtered trajectories count, too: β follows the policy, not what happens to train.
     has = tokens > 0
     return (float((total[has] / tokens[has]).mean()) if has.any() else float("nan")), int(has.sum())
 

@@ -40,6 +40,7 @@ def token_coefficients(
     if mode == "token-mean":
         return np.asarray(weights / tokens.sum())
 
+    # Copies of a row are one row, of their summed weight.
     rows, first, row = np.unique(row_ids, return_index=True, return_inverse=True)
     row_weight = np.bincount(row, weights=weights, minlength=len(rows))
     units, unit_of_row = np.unique(np.asarray(trajectory)[first] if unit == "trajectory" else rows, return_inverse=True)
@@ -50,6 +51,7 @@ def token_coefficients(
     # Rows without sampled tokens are no sequence.
     unit_weight[unit_tokens == 0] = 0.0
 
+    # seq-mean-token-sum; the other two modes divide it further.
     per_unit = np.full(len(units), 1.0 / unit_weight.sum())
     if mode == "seq-mean-token-mean":
         per_unit *= unit_weight / np.where(unit_tokens > 0, unit_tokens, 1.0)

@@ -38,6 +38,7 @@ class Evaluation:
 
     def due(self, step: int) -> bool:
         """Whether the model is evaluated before it is trained in this step."""
+        # No scheduler is built where eval_steps is 0 or null.
         return self._scheduler is not None and step % (self._config.eval_steps or 1) == 0
 
     @property

@@ -14,6 +14,7 @@ from turnwise.data.record import trajectory_record
 from turnwise.data.trajectory import Trajectory
 from turnwise.errors import MachineError
 
+# Milliseconds for which a frame of a GIF is shown.
 FRAME_MS = 500
 
 
@@ -38,6 +39,7 @@ def write(
             path.write_text("\n\n".join(frames) + "\n", encoding="utf-8")
             yield name, path
             continue
+        # x7
         pictures = [_picture(frame) for frame in frames]
         if still:
             for number, picture in enumerate(pictures):

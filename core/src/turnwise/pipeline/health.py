@@ -33,6 +33,7 @@ class Range:
         """(advice, section), or None for a healthy value. NaN is not healthy."""
         if self.lowest <= value <= self.highest:
             return None
+        # NaN is neither: it gets whatever advice there is.
         return self.above if value > self.highest or not self.below[0] else self.below
 
 
@@ -93,6 +94,7 @@ def cause(values: Mapping[str, float]) -> str | None:
             NO_SIGNAL,
         )
     invalid = [value for name, value in values.items() if name.startswith("env/") and name.endswith("/invalid_actions")]
+    # The smallest: as long as one tag's answers hold actions, something is learnt.
     if invalid and min(invalid) >= 1:
         advice = (
             "no answer holds an action: look at some with `turnwise rollout`, and check how the manager finds it,"

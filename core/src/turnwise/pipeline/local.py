@@ -35,6 +35,7 @@ class LocalRole(StrategyRole):
         self._role = role
         self._timeout = timeout
         self._work: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        # daemon: a call that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name=f"turnwise-{role}", daemon=True)
         self._thread.start()
         self._strategy: TrainStrategy | None = None
@@ -82,6 +83,8 @@ class LocalRole(StrategyRole):
             # Shielded: the thread works on, and settles the future, whoever still waits.
             return await asyncio.wait_for(asyncio.shield(future), self._timeout)
         except asyncio.CancelledError:
+            # Whoever waited has gone, and the thread works on: the next call must not queue up behind it without a
+            # limit.
             self._left_behind |= not future.done()
             raise
         except TimeoutError as error:

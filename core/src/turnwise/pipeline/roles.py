@@ -77,6 +77,7 @@ async def place(
     _log_given(config)
     with boundary(f"model_source {config.model_source.name!r}", PluginError):
         source = assembly.model_source(config, base, tokenizer)
+        # It may download, or play episodes for a tokenizer.
         model = await asyncio.to_thread(source.prepare, config.pretrain)
         chat = source.chat(model)
     actor = await runtime.train(assembly.train_plan(config, "actor_train", model))
@@ -91,6 +92,7 @@ async def place(
         colocation.add(name, role)
         return role
 
+    # One after the other: on shared devices each needs the room that the one before has left.
     reference = await second("reference") if needed and not own else None
     values = await second("critic") if critic else None
     return Roles(chat, actor, backend, reference, needed, values, chosen, colocation)

@@ -49,6 +49,7 @@ class Pipeline:
             self.progress.take_up(start, self.config.max_steps)
         self.folders.output.mkdir(parents=True, exist_ok=True)
         async with contextlib.AsyncExitStack() as opened:  # closed in reverse, whatever one of them raises
+            # Closed last: nobody else writes here before all roles have ended.
             opened.enter_context(guards.alone_in(self.folders.output))
             runtime = assembly.runtime(self.config, self.base)
             tracking = Tracking(assembly.loggers(self.config, self.plain))

@@ -67,6 +67,7 @@ class Tracking:
             except BaseException as error:  # whatever a stranger's logger raises, sys.exit() too, must not stop the run
                 log.warning("logger %s failed in %s and is switched off: %s", name, method, one_line(error))
                 self._loggers.remove(item)
+                # One that failed while it closed is not closed again.
                 if method != "close":
                     with contextlib.suppress(
                         Exception, SystemExit

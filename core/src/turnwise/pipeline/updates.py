@@ -48,6 +48,7 @@ def updates(
     by seed."""
     schedule = schedule_of(role.training_args, config.max_steps)
     everything = training_rows(batch)
+    # n_p of the learning rate: progress within the step counts all epochs.
     total = config.ppo_epochs * len(planned)
     for epoch in range(config.ppo_epochs):
         # The first epoch keeps the policy's order; whole updates are permuted, so each keeps its denominators.
@@ -94,6 +95,7 @@ def weighted_rows(batch: Batch, everything: Rows, planned: PlannedUpdate, config
         lengths=sampled,
         scale=config.loss_scale_factor or config.sequence_length,
     )
+    # Every sampled token of a row has the same.
     coef = np.repeat(per_row, sampled)
     if "policy_keep" in rows.columns:
         coef = np.where(rows.columns["policy_keep"], coef, 0.0)

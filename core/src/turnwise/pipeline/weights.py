@@ -75,6 +75,7 @@ async def update(
         async with asyncio.timeout(passing):
             offer = await trainer.offer(transport, version, backend.receivers(transport))
             now = await deliver(trainer, backend, offer)
+        # Outside the time limit: moving roles is no part of the weights' way, and has the runtime's own.
         await leave()
         async with asyncio.timeout(passing):
             await backend.resume()

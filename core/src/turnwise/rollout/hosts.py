@@ -56,6 +56,7 @@ class Host(ABC):
         except (Exception, SystemExit) as error:
             what = str(error) if isinstance(error, CallError) else raised(error)
             raise EnvironmentFailure(f"{self.tag}.{method} {what}") from error
+        # Only what was built has something to close.
         self.built |= method == "build"
         return result
 
@@ -159,6 +160,7 @@ class ThreadHost(Host):
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         self._jobs.put((loop, future, method, arguments))
+        # An error travels as a value: a future whose exception nobody fetches any more would be logged.
         value, error = await self._in_time(future, method, timeout)
         if error is not None:
             raise error
@@ -237,6 +239,7 @@ def _post(
         if not future.done():
             future.set_result(outcome)
         elif inspect.iscoroutine(outcome[0]):
+            # A coroutine that nobody awaits any more would be warned of when it is collected.
             outcome[0].close()
 
     if not loop.is_closed():  # an abandoned call may outlive the run

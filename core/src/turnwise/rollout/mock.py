@@ -76,6 +76,7 @@ def read(config: RunConfig, step: int) -> RolloutResult:
     batch."""
     path = file_of(config, step)
     try:
+        # Opened here: numpy leaves the file of a broken archive open.
         with path.open("rb") as raw, np.load(raw) as file:
             data = decode(file["record"].tobytes(), file["buffer"].tobytes())
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:

@@ -51,6 +51,7 @@ class ProcessEnvironment:
     """
 
     def __init__(self, build: Callable[[], Any]) -> None:
+        # Not fork: a child of a process with threads and GPUs would inherit their locks, held by nobody.
         context = multiprocessing.get_context("spawn")
         self._pipe, self._remote = context.Pipe()
         self._process = context.Process(
@@ -62,6 +63,7 @@ class ProcessEnvironment:
         """Start the process: an interpreter of its own, which imports what the environment needs."""
         with _spawning:  # multiprocessing keeps its table of children without a lock
             self._process.start()
+        # This side's copy: as long as one is open here, the end of the process would not close the pipe.
         self._remote.close()
         if self._killed:  # while it was starting
             self.kill()
@@ -150,6 +152,7 @@ def _serve(pipe: Connection, build: Callable[[], Any]) -> None:
     if hasattr(os, "setsid"):
         os.setsid()  # so that a kill reaches what the environment started, and Ctrl-C is the driver's alone
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # One for all calls: what an environment keeps between them (a client, a task) belongs to it.
     loop = asyncio.new_event_loop()
     environment: Any = None
     method = "start"
@@ -189,5 +192,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     if hasattr(os, "killpg"):
+        # With all that the environment started: nobody is left to end it.
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)

@@ -14,6 +14,7 @@ class Sweeper:
     """
 
     def __init__(self, shortest: float) -> None:
+        # Seconds. No shorter than 5 ms, which costs nothing yet, and no longer than 1 s.
         self.tick = min(max(shortest / 20, 0.005), 1.0)
         self._clock = 0.0
         self._last = 0.0
@@ -28,6 +29,7 @@ class Sweeper:
             self._last = loop.time()
             self._timer = loop.call_later(self.tick, self._sweep, loop)
         self._serial += 1
+        # One tick more: the clock stands still since the last sweep, and a call must not be blamed for that.
         self._watches[self._serial] = (self._clock + timeout + self.tick, expire)
         return self._serial
 
@@ -43,6 +45,7 @@ class Sweeper:
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
+        # Twice the tick at most: what is longer was a blocked loop.
         self._clock += min(now - self._last, 2 * self.tick)
         self._last = now
         for key, expire in [

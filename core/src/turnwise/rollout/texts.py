@@ -19,6 +19,7 @@ from turnwise.data.trajectory import Generation
 from turnwise.errors import EnvironmentFailure
 from turnwise.rollout import Scheduler
 
+# Of random play: enough to see the words of small environments.
 EPISODES = 64
 
 
@@ -50,6 +51,7 @@ def environment_texts(plans: Sequence[tuple[TagPlan, EnvManagerConfig]], seed: i
     async def play() -> None:
         for plan, manager in plans:
             recorder = _Recorder()
+            # Each with a task of its own.
             few = evolve(plan, groups=EPISODES, group_size=1)
             scheduler = Scheduler([few], _settings(manager, seed), recorder, None)
             try:

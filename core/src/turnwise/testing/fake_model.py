@@ -23,6 +23,7 @@ END, IMAGE, VOCABULARY = 256, 257, 262
 ROLES = {"system": 258, "user": 259, "assistant": 260, "tool": 261}
 """Ids 0–255 are the bytes of UTF-8; then the end of a message, an image, and one header per role."""
 
+# More than one, so that a count of images is no count of their tokens.
 IMAGE_TOKENS = 4
 
 
@@ -326,6 +327,7 @@ class FakeStrategy:
         by_token = columns["coef"] * (-columns["advantages"] + update.kl_coef * (1 - ratio))
         per_logit = -by_token[:, None] * probabilities
         per_logit[np.arange(len(token)), token] += by_token
+        # ∂(−H)/∂logit = p·(log p + H).
         per_logit += (columns["coef"] * update.entropy_coef)[:, None] * probabilities * (scores + entropy[:, None])
         gradient = np.zeros_like(self._weights)
         # Unbuffered: a token stands before several others, and indexing would keep only the last of their sums.

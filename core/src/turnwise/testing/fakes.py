@@ -199,6 +199,7 @@ class FakeEnvManager:
             np.zeros(len(ids), np.float32),
         )
         for k, played in enumerate(trajectory.turns):
+            # Each turn's prompt begins the row: its length is the place of its response.
             at = slice(len(played.prompt_ids), len(played.prompt_ids) + len(played.response_ids))
             turn[at], versions[at] = np.where(played.response_mask, k, -1), played.versions
             logprobs[at] = np.where(played.response_mask, np.nan if played.logprobs is None else played.logprobs, 0)

@@ -40,6 +40,7 @@ def _chosen(name: str, kind: str | None) -> list[Entry]:
         )
     registry().declare([FAKES, *([name] if name.endswith(".py") else [])], Path.cwd())
     known = registry().entries(kind)
+    # A name before an alias, and both before a plugin's: the narrowest meaning wins.
     exact = [e for e in known if name == e.name] or [e for e in known if name in e.implementation.aliases]
     entries = exact or [e for e in known if name in (e.plugin, e.distribution)]
     if not entries:

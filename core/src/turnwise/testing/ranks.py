@@ -53,6 +53,7 @@ def run_ranks(
             try:
                 process.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:
+                # It does not listen to SIGTERM, as in a collective of a library's.
                 process.kill()
                 process.wait()
     return [process.returncode for process in ranks], "\n".join(

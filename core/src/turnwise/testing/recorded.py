@@ -135,6 +135,7 @@ class Game:
         left = list(zip(self.sampler.calls, self.sampler.answers, strict=True))
         found = []
         for turn in [turn for trajectory in self.trajectories for turn in trajectory.turns]:
+            # Matched by what was asked and answered: lines of several roles call in an order of their own.
             same = [k for k, (call, answer) in enumerate(left) if _is_call(turn, call, answer)]
             assert same, (
                 f"the turn {turn.text!r} is no call of the model: its prompt or its sampled ids were changed (decoded"

@@ -49,6 +49,7 @@ class Subject:
 
     def environment(self) -> Any:
         """A new environment with the supplied `env_config`."""
+        # A copy: one function's dictionary serves all tests.
         options = dict(self.supplied.get("env_config", {}))
         try:
             registry().check_options(self.entry, options)

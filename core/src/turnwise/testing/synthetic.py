@@ -33,6 +33,7 @@ def played(
     prompt = int32(draw.integers(1, vocabulary, 3))
     made: list[Turn] = []
     for k in range(turns):
+        # What estimators stumble over: a turn without sampled tokens between others.
         sampled = 0 if k == 1 and (group + member) % 3 == 2 else int(draw.integers(1, 5))
         mask = np.array([True] * sampled + [False] * int(draw.integers(2)), np.bool_)
         ids = int32(draw.integers(1, vocabulary, len(mask)))
@@ -49,6 +50,7 @@ def played(
                 action="text",
             )
         )
+        # Two tokens of an observation, so that turns do not touch.
         prompt = np.concatenate([prompt, ids, int32(draw.integers(1, vocabulary, 2))])
     success = bool(draw.integers(2))
     return Trajectory("synthetic", group, member, 1000 + group, tuple(made), "terminated", success)
@@ -131,6 +133,7 @@ def sketched(drawn: Sequence[Sketch], cut: Callable[[int, int], bool] = lambda i
             for k, (reward, _, *anchor) in enumerate(one.turns)
         )
         made.append(Trajectory("A", one.group, i if one.member is None else one.member, 0, turns, one.stop))
+        # −1: not sampled; a number: the turn that sampled the token.
         rows: list[list[int]] = [[-1]]
         for k, (_, count, *_) in enumerate(one.turns):
             if k and cut(i, k):

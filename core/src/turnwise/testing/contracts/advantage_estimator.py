@@ -75,6 +75,7 @@ def test_nothing_stands_outside_the_mask(implementation: Subject) -> None:
 def test_the_numbers_of_the_groups_do_not_matter(implementation: Subject) -> None:
     estimator = build(implementation)
     made = trajectories(groups=4)
+    # Another order of the groups, and so of all rows.
     swapped = [evolve(t, group=(2, 0, 3, 1)[t.group]) for t in made]
     results = []
     for batch in (prepared(implementation, made), prepared(implementation, swapped)):

@@ -124,6 +124,7 @@ def test_calls_respect_every_limit(implementation: Subject, runner: asyncio.Runn
 
 def test_the_whole_response_reaches_the_environment(implementation: Subject, runner: asyncio.Runner) -> None:
     game = play(implementation, build(implementation), runner)
+    # Players beside the model speak to the environment, too, and their responses are not among the model's.
     known = [Response.of(answer) for _, _, answer in game.calls]
     spoken = implementation.supplied.get("samplers")
     for action, response, _ in game.steps:
@@ -157,6 +158,7 @@ def test_samples_hold_every_sampled_token_once(implementation: Subject, runner: 
             for turn, token, logprob, version in known:
                 seen.setdefault(int(turn), []).append((int(token), float(logprob), int(version)))
         expected = {k: _sampled(turn) for k, turn in enumerate(trajectory.turns) if turn.response_mask.any()}
+        # The ids first and alone: which of a token's facts is wrong decides what the author is told.
         tokens, wanted = ({k: [t[0] for t in found[k]] for k in found} for found in (seen, expected))
         assert tokens == wanted, "the rows hold other sampled tokens than the turns."
         assert seen == expected, "a sampled token has another log-prob, or policy version, in its row than in its turn."
@@ -184,6 +186,7 @@ def test_the_rows_are_as_many_as_the_manager_declares(implementation: Subject, r
 
 def test_a_first_prompt_over_the_limit_is_never_sent(implementation: Subject, runner: asyncio.Runner) -> None:
     manager = build(implementation)
+    # Below the shortest prompt that the fake chat can write.
     game = play(implementation, manager, runner, limits=evolve(LIMITS, sequence_length=7))
     assert game.sampler.calls == [], "a prompt without room was sent to the model."
     assert "length" in {trajectory.stop_reason for trajectory in game.trajectories}

@@ -25,6 +25,7 @@ KIND = "environment"
 STEPS = 20
 SEEDS = range(8)
 LARGEST_SEED = 2**32 - 1
+# Nothing, a word, a number, a tagged answer: what a parser may meet.
 TEXTS = ("", "a", "b", "0", "1", "yes", "left", "<answer>1</answer>")
 
 
@@ -97,6 +98,7 @@ def test_other_seeds_differ_somewhere(implementation: Subject, runner: asyncio.R
     if getattr(player.environment, "num_tasks", None) == 1:
         return  # its one task may always go the same way
     logs = [player.play(seed) for seed in SEEDS]
+    # Without what info reports: a state key may hold the seed itself.
     observations = [[part for part in log if not isinstance(part, dict)] for log in logs]
     assert not all(same(observations[0], other) for other in observations[1:]), (
         f"seeds 0 to {len(SEEDS) - 1} give one and the same episode. Fix: draw the task from the seed; num_tasks = 1"

@@ -15,9 +15,11 @@ from turnwise.errors import Problem
 from turnwise.testing.subject import Subject
 
 KIND = "inference_backend"
+# Not 1, or a backend whose log-probs are before the temperature would not be noticed.
 TEMPERATURE = 0.7
 NEW_TOKENS = 6
 PROMPTS = 4
+# Seconds: the first request may start an engine.
 LONGEST = 120.0
 
 
@@ -154,6 +156,7 @@ def test_a_paused_backend_keeps_requests_until_it_resumes(implementation: Subjec
     async def scene() -> list[Generation]:
         await backend.pause()
         task = asyncio.create_task(answers(backend, requests(implementation, backend)))
+        # Time enough to answer, for a backend that does not keep them.
         await asyncio.sleep(0.2)
         assert not task.done(), "a paused backend went on."
         await backend.resume()

@@ -20,6 +20,7 @@ from turnwise.testing.synthetic import played, trajectories
 from turnwise.testing.writes import writes
 
 KIND = "logger"
+# A picture of one pixel.
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63606060000000040001f61738550000000049454e44ae426082"
 )

@@ -11,6 +11,7 @@ from turnwise.contracts.loss import LossCapabilities, LossContext, LossView
 from turnwise.testing.subject import Subject
 
 KIND = "policy_loss"
+# One of a single token, whose turn's mean is its own value.
 LENGTHS = (3, 1, 5, 4)
 EXTRAS = ("scores", "trajectory_advantages")
 EXTREME_LOG_PROB, EXTREME_ADVANTAGE, CLAMP = 50.0, 1e3, 20.0
@@ -47,6 +48,7 @@ def random_columns(torch: Any, size: float = 1.0, advantage: float = 1.0) -> dic
         "coef": torch.full((count,), 1 / count, dtype=torch.float64),
     }
     sample = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    # Two samples a trajectory: what is of the trajectory must not be taken of the row.
     trajectory = sample // 2
     total = torch.zeros(2, dtype=torch.float64).index_add(0, trajectory, columns["advantages"])
     extras = {"scores": trajectory.double(), "trajectory_advantages": (total / torch.bincount(trajectory))[trajectory]}

@@ -19,6 +19,7 @@ from turnwise.testing.subject import Subject
 from turnwise.testing.synthetic import training_rows
 
 KIND = "train_strategy"
+# Not 1, or a strategy that forgets to divide would not be noticed.
 TEMPERATURE = 0.7
 
 
@@ -50,6 +51,7 @@ def test_log_probs_are_those_of_the_reference(implementation: Subject) -> None:
     for s in range(len(given)):
         row = slice(given.offsets[s], given.offsets[s + 1])
         ids, mask = given.input_ids[row], given.response_mask[row]
+        # A reference may give a number for the first token, too, which nothing precedes.
         expected.append(reference(ids, TEMPERATURE)[-(len(ids) - 1) :][mask[1:]])
     message = f"log-probs are not of log_softmax(logits / {TEMPERATURE}) over the whole vocabulary."
     np.testing.assert_allclose(
@@ -99,6 +101,7 @@ def test_rate_zero_changes_nothing(implementation: Subject) -> None:
 
 def test_micro_batches_do_not_change_the_gradient(implementation: Subject) -> None:
     results = []
+    # A row a pass, and all rows in one.
     for size in (1, 64):
         strategy = build(implementation, per_device_train_batch_size=size)
         results.append(strategy.update(update(implementation)))
@@ -118,6 +121,7 @@ def test_load_undoes_what_came_after_save(implementation: Subject, tmp_path: Pat
     strategy.update(update(implementation))
     further = strategy.logprobs(given)
     other = build(implementation)
+    # Into the one that went on, and into a new one as after a restart.
     for loaded in (strategy, other):
         loaded.load(tmp_path / "state")
         np.testing.assert_array_equal(loaded.logprobs(given), saved, "the weights after load are not those of save.")
