@@ -37,6 +37,7 @@ class UnknownNameError(PluginError):
         super().__init__(text)
         self.misspelt = misspelt
 
+    # By default an exception is unpickled from its text alone, and would lack an argument.
     def __reduce__(self) -> tuple[type, tuple[str, bool]]:
         return type(self), (str(self), self.misspelt)
 

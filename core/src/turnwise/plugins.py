@@ -133,6 +133,7 @@ class Registry:
             parameters = inspect.signature(entry.target()).parameters
         except (ValueError, TypeError):  # a class written in C has none; it judges its options itself
             return
+        # **options: it judges them itself.
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return
         known = [n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -289,6 +290,7 @@ class Registry:
         # All or nothing: a plugin that breaks in its second hook leaves no half of itself behind.
         fresh, hook = list[Entry](), ""
         try:
+            # pluggy refuses a name twice, and two plugins may have one.
             self._manager.register(module, name=f"{distribution}:{plugin}:{len(self._manager.get_plugins())}")
             for hook, kind in KINDS.items():
                 if hook in marked:

@@ -39,7 +39,6 @@ def write(
             path.write_text("\n\n".join(frames) + "\n", encoding="utf-8")
             yield name, path
             continue
-        # x7
         pictures = [_picture(frame) for frame in frames]
         if still:
             for number, picture in enumerate(pictures):

@@ -124,6 +124,7 @@ def _settle(future: asyncio.Future[Any], outcome: Any, error: BaseException | No
     if error is None:
         future.set_result(outcome)
     elif isinstance(error, StopIteration):
+        # A future refuses it.
         future.set_exception(RuntimeError("StopIteration left a strategy"))
     else:
         future.set_exception(error)

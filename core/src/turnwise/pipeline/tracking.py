@@ -69,7 +69,6 @@ class Tracking:
                 self._loggers.remove(item)
                 # One that failed while it closed is not closed again.
                 if method != "close":
-                    with contextlib.suppress(
-                        Exception, SystemExit
-                    ):  # it was reported once; this is only to release its files
+                    # It was reported once; this is only to release its files.
+                    with contextlib.suppress(Exception, SystemExit):
                         logger.close()

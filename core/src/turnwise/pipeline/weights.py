@@ -37,9 +37,8 @@ class WeightSync:
             roles.colocation.started()
         self._started = True
         await roles.colocation.meet()
-        with boundary(
-            f"actor_infer: the weight update to version {version}", EngineError
-        ):  # a trainer's end is an error of its role already
+        # A trainer's end is an error of its role already.
+        with boundary(f"actor_infer: the weight update to version {version}", EngineError):
             leave = roles.colocation.sampling
             await update(
                 roles.actor,
@@ -121,9 +120,8 @@ async def deliver(trainer: TrainRole, backend: InferenceBackend, offer: Offer) -
     finally:
         sent.cancel()
         received.cancel()
-        await asyncio.wait(
-            [sent, received], timeout=GRACE_SECONDS
-        )  # a role knows of the call that was given up before it is asked to save
+        # A role knows of the call that was given up before it is asked to save.
+        await asyncio.wait([sent, received], timeout=GRACE_SECONDS)
 
 
 async def _received(backend: InferenceBackend, offer: Offer) -> int:
