@@ -163,7 +163,7 @@ def manifest(text: str) -> Callable[[Path], None]:
         (manifest(""), r"is cut short or not a manifest \("),
         (manifest("[]"), r"is cut short or not a manifest \("),
         (manifest("null"), r"is cut short or not a manifest \("),
-        (manifest('{"step": 3, "state": {}}'), r"is cut short or not a manifest \('files'\)"),
+        (manifest('{"step": 3, "state": {}}'), r"is cut short or not a manifest \(KeyError: 'files'\)"),
         (manifest('{"step": "three", "state": {}, "files": {}}'), r"is cut short or not a manifest \("),
         (manifest('{"step": 3, "state": {}, "files": ["weights"]}'), r"is cut short or not a manifest \("),
     ],

@@ -191,6 +191,6 @@ def test_a_checkpoint_after_more_steps_than_the_run_has_is_refused(toy: Toy) -> 
 
 def test_a_checkpoint_of_an_earlier_version_knows_no_tags_that_report(toy: Toy) -> None:
     progress = Progress()
-    state = {"history": History().to_plain()}
+    state = {"history": History().to_plain(), "kl_coef": 0.0, "scheduler": {"queue": []}}
     progress.take_up(resume.Checkpoint(Path("checkpoint-000002"), 2, state), max_steps=3)
     assert progress.reporting == Reporting()
