@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,6 +51,26 @@ def test_nothing_is_wrong_in_an_example(name: str, make_run: Make, monkeypatch: 
     done = make_run(example(name)).command("check", "run.yaml")
     assert [line for line in done.stderr.splitlines() if not line.startswith("machine: ")] == []
     assert done.exit_code == (3 if done.stderr else 0)
+
+
+@pytest.mark.parametrize("gpus", [2, 3])
+def test_the_command_for_two_gpus_leaves_nothing_to_write(
+    gpus: int, lake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine of two the sampler takes turns with the trainer, of three it has its own."""
+    text = (PLUGINS.parent / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^turnwise train run\.yaml (.*device_mapping.*)$", text, re.MULTILINE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    done = lake.command("check", "run.yaml", *shlex.split(command))
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if not line.startswith(("machine: ", "note: "))] == []
+    # Packages that this environment lacks, or has for CPUs: what else a machine can lack is there.
+    machine = [line for line in lines if line.startswith("machine: ")]
+    assert all(re.search("not installed|build for CPUs is installed", line) for line in machine), machine
+    assert done.exit_code == (3 if machine else 0)
+    notes = " ".join(lines)
+    assert "so runtime 'ray' is chosen" in notes
+    assert ("shares device 0 with actor_train" in notes) is (gpus == 2)
 
 
 SMALL = (

@@ -67,7 +67,7 @@ def calls(toy: Toy, monkeypatch: pytest.MonkeyPatch, train: list[int], infer: li
             "generating_args": {"max_new_tokens": 8},
         },
     }
-    loaded = load(toy(**PLAIN, **(roles | changes)), [])
+    loaded = load(toy(**PLAIN, **(roles | changes)), ["runtime=local"])
     asyncio.run(Pipeline(loaded.config, Path(), to_plain(loaded.config)).run())
     return seen
 

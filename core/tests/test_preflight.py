@@ -13,7 +13,7 @@ from attrs import evolve
 from turnwise.config.loader import load
 from turnwise.config.schema import Choice, RunConfig
 from turnwise.errors import ConfigError, MachineError
-from turnwise.planning import device_problems
+from turnwise.planning import assembly, device_problems
 from turnwise.planning import preflight as module
 from turnwise.planning.preflight import Findings, chosen, preflight, refuse
 
@@ -478,12 +478,58 @@ def runtimes():
 
 def test_several_training_processes_need_a_runtime_of_several(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     there_are(monkeypatch, 2)
-    line = only(found(toy(), "actor_train.device_mapping=[0, 1]").config)
-    assert line.startswith(
-        "$.actor_train.device_mapping: 2 devices are as many training processes, and runtime 'local' has one process"
+    line = only(found(toy(runtime="local"), "actor_train.device_mapping=[0, 1]").config)
+    assert (
+        line == "$.actor_train.device_mapping: 2 devices are as many training processes, and runtime 'local' has one"
+        " process. Fix: runtime: ray; or one device"
     )
-    assert "needs runtime ray" in line
     assert found(toy(), "actor_infer.device_mapping=[0, 1]") == Findings([], [])
+
+
+MANY = """
+from attrs import frozen
+from turnwise.contracts.runtime import RuntimeCapabilities
+from turnwise.testing.fakes import FakeRuntime
+
+@frozen
+class Many:
+    width: int = 3
+    capabilities = RuntimeCapabilities()
+
+class Spread(FakeRuntime):
+    pass
+
+class Crowd(FakeRuntime):
+    capabilities = RuntimeCapabilities()
+
+@turnwise.hookimpl
+def runtimes():
+    return [Implementation("spread", Spread, config=Many)] + TWO
+"""
+
+
+def test_the_one_runtime_of_several_processes_is_chosen_where_a_role_has_several_devices_and_none_is_named(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there_are(monkeypatch, 2)
+    several = "actor_train.device_mapping=[0, 1]"
+    path = toy(plugins=["no:turnwise-ray", *plugin(tmp_path, MANY.replace("TWO", "[]"))])
+    loaded = load(path, [several])
+    assert (loaded.config.runtime.name, loaded.config.runtime.config.width) == ("spread", 3)
+    (note,) = [note for note in loaded.notes if "runtime" in note]
+    assert (
+        "$.actor_train.device_mapping: several devices are as many training processes, so runtime 'spread' is" in note
+    )
+    assert found(path, several) == Findings([], [])
+    for other in ([], [several, "runtime=local"], ["actor_infer.device_mapping=[0, 1]"]):
+        assert load(path, other).config.runtime.name == "local"
+
+
+def test_of_two_such_runtimes_none_is_chosen(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there_are(monkeypatch, 2)
+    path = toy(plugins=plugin(tmp_path, MANY.replace("TWO", "[Implementation('crowd', Crowd)]")))
+    line = only(found(path, "actor_train.device_mapping=[0, 1]").config)
+    assert line.endswith("runtime 'local' has one process. Fix: runtime: crowd or ray or spread; or one device")
 
 
 def test_devices_that_an_engine_cannot_divide_are_found_before_anything_starts(
@@ -667,6 +713,36 @@ def runtimes():
     )
     assert found(path, sleepless, "actor_train.device_mapping=[2]", shared[1]).config == []
     assert found(path, *shared).config == []
+    assert not assembly.turns(load(path, ["runtime=processes", "actor_train.device_mapping=[2]", shared[1]]).config)
     assert (
         found(path, "runtime=processes", sleepless, *shared).config == []
     )  # there the numbers are no GPUs of this machine
+
+
+def test_an_engine_that_takes_turns_is_told_so_where_it_is_built_and_the_user_too(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = """
+from turnwise.contracts.inference import BackendCapabilities
+from turnwise.testing.fakes import FakeBackend
+
+class Ready(FakeBackend):
+    capabilities = BackendCapabilities(sleeps_on_demand=True)
+
+@turnwise.hookimpl
+def inference_backends():
+    return [Implementation("ready", Ready)]
+"""
+    there_are(monkeypatch, 4)
+    path = toy(plugins=plugin(tmp_path, ready))
+    ready_one = "actor_infer.strategy_args={strategy_name: ready}"
+
+    def told(*overrides: str) -> tuple[bool, list[str]]:
+        config = load(path, overrides).config
+        return assembly.serve_plan(config, Path(), None).context.sleeps, device_problems.notes(config)
+
+    shared = ["actor_train.device_mapping=[1]", "actor_infer.device_mapping=[0, 1]"]
+    note = "$.actor_infer: shares device 1 with actor_train, so its engine is started to sleep while others work there"
+    assert told(ready_one, *shared) == (True, [note])
+    assert told(*shared) == (True, [])  # of another engine there is nothing to choose
+    assert told(ready_one, "actor_train.device_mapping=[2]", shared[1]) == (False, [])

@@ -27,6 +27,7 @@ from turnwise.pipeline.run import Pipeline
 from turnwise.planning import estimates, resume
 from turnwise.planning import plan as planning
 from turnwise.planning.chat_drift import drift_warnings
+from turnwise.planning.device_problems import notes as device_notes
 from turnwise.planning.preflight import Findings, preflight, refuse
 from turnwise.plugins import registry
 
@@ -250,12 +251,17 @@ def plan(path: Path, overrides: Sequence[str], *, as_json: bool, earlier: Path |
     own = [*planning.warnings(loaded.config, values), *estimates.warnings(needs, loaded.config)]
     warnings = [*loaded.warnings, *own]
     meanings = planning.other_meanings(loaded.config) if loaded.foreign else []
+    chosen = device_notes(loaded.config)
     if as_json:
-        click.echo(json.dumps({**values, **needs, "notes": [*loaded.notes, *meanings], "warnings": warnings}, indent=1))
+        click.echo(
+            json.dumps(
+                {**values, **needs, "notes": [*loaded.notes, *chosen, *meanings], "warnings": warnings}, indent=1
+            )
+        )
         return
     click.echo(planning.render(values))
     click.echo(estimates.render(needs))
-    for note in meanings:
+    for note in [*chosen, *meanings]:
         click.echo(f"note: {note}")
     for warning in own:
         click.echo(f"warning: {warning}")
@@ -264,6 +270,8 @@ def plan(path: Path, overrides: Sequence[str], *, as_json: bool, earlier: Path |
 def check(path: Path, overrides: Sequence[str]) -> None:
     """Report what is wrong with the configuration, and what this machine lacks."""
     loaded = _loaded(path, overrides, notes=True, checking=True)
+    for note in device_notes(loaded.config):
+        click.echo(f"note: {note}", err=True)
     findings = _findings(loaded, path)
     for line in findings.config:
         click.echo(f"config: {line}", err=True)

@@ -20,6 +20,7 @@ from turnwise.config.foreign.keys import RULES
 from turnwise.config.foreign.translate import apply
 from turnwise.config.problems import Path, Report, Sources, at, masked
 from turnwise.config.relations import check_relations
+from turnwise.config.runtimes import choose_runtime
 from turnwise.config.schema import RunConfig
 from turnwise.config.source.includes import Includes, check_presets, presets, read_layers
 from turnwise.config.source.layers import Merged, add_presets, merge, note_reads
@@ -104,7 +105,7 @@ def load(
     config, free = _convert(resolved.data, merged, registry, report)
     if config is not None:
         # Only of a configuration that fits the schema: the relations are arithmetic on its values.
-        config = check_relations(config, registry, report)
+        config = choose_runtime(check_relations(config, registry, report), registry, report)
     report.raise_problems()
     assert config is not None
     # A mistake of the file goes first: `raise_problems` lists what is missing here beside it.

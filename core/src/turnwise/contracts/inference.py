@@ -67,6 +67,7 @@ class InferenceContext:
     whole weights come.
     `updates`: whether weights will be sent at all; False (evaluation, episodes to look at): those of `model` have to
     serve.
+    `sleeps`: a training role uses some of the devices, which are GPUs: `sleep` and `wake` will be called.
     `trust_remote_code`: whether Python code in the model's folder may run."""
 
     model: Path | None
@@ -80,6 +81,7 @@ class InferenceContext:
     weight_sync_timeout: float = 600.0
     lora: Lora | None = None
     updates: bool = True
+    sleeps: bool = False
     trust_remote_code: bool = False
 
     def is_model(self, named: str) -> bool:
@@ -100,6 +102,7 @@ class InferenceContext:
 class BackendCapabilities(Capabilities):
     """`adapters`: it takes offers of adapters alone. `cannot_sleep`: why `sleep` will be refused on GPUs, and the fix
     ("": it will not be).
+    `sleeps_on_demand`: nobody chose whether its engine can sleep, so it is started as `InferenceContext.sleeps` says.
     `attached`: it uses an engine that runs already, and so no device that the runtime would give to the role.
 
     Arithmetic of its options: `devices_per_engine`: devices of one engine, where its sizes decide that.
@@ -110,6 +113,7 @@ class BackendCapabilities(Capabilities):
     kind: ClassVar[str] = "inference_backend"
     adapters: bool = False
     cannot_sleep: str = ""
+    sleeps_on_demand: bool = False
     attached: bool = False
     devices_per_engine: int | None = None
     data_parallel_size: Callable[[int], int] | None = None

@@ -114,7 +114,7 @@ async def _opponent(
     # Here the driver is the role's process, and an engine reads its variables when it is imported or built.
     os.environ.update(plan.environment)
     context = evolve(
-        plan.context, devices=_devices(config), lora=None, updates=False
+        plan.context, devices=_devices(config), lora=None, updates=False, sleeps=False
     )  # nobody sends adapters: they are in the exported weights
     backend: InferenceBackend = registry().build("inference_backend", plan.implementation, plan.config, context)
     return backend, chat

@@ -164,6 +164,7 @@ def inference_context(config: RunConfig, model: Path | None, chat: Chat | None) 
         infer_batch_size=role.infer_batch_size,
         weight_sync_timeout=role.weight_sync_timeout,
         lora=adapters_alone(config),
+        sleeps=bool(turns(config)),
         trust_remote_code=config.trust_remote_code,
     )
 
@@ -306,6 +307,15 @@ def devices(config: RunConfig) -> dict[str, tuple[int, ...]]:
     return placement.effective(
         named, runtime_capabilities(config), visible_gpus(), attached=backend_capabilities(config).attached
     )
+
+
+def turns(config: RunConfig) -> dict[str, list[int]]:
+    """Training role → the GPUs on which it takes turns with the sampler; roles that share none are left out."""
+    if not runtime_capabilities(config).gpus:
+        return {}
+    found = devices(config)
+    own = set(found.pop("actor_infer"))
+    return {name: sorted(own & set(numbers)) for name, numbers in found.items() if own & set(numbers)}
 
 
 def is_its_own_reference(config: RunConfig) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from turnwise.config.runtimes import of_several_processes
 from turnwise.config.schema import RunConfig
 from turnwise.config.updates import strategy_capabilities
 from turnwise.devices import visible_gpus
 from turnwise.errors import pip_install
 from turnwise.planning import assembly
+from turnwise.plugins import registry
 
 _FEWER = "Fix: use devices that are here"
 
@@ -65,13 +67,24 @@ def devices_given(config: RunConfig) -> int:
 
 def sleepless(config: RunConfig, role: str) -> list[str]:
     """A training role on GPUs that the sampler does not leave when its turn is over."""
-    devices = assembly.devices(config)
-    shared = set(devices[role]) & set(devices["actor_infer"])
-    if role == "actor_infer" or not shared or not assembly.runtime_capabilities(config).counts_devices:
+    shared = assembly.turns(config).get(role)
+    if not shared or not assembly.runtime_capabilities(config).counts_devices:
         return []
     why = assembly.backend_capabilities(config).cannot_sleep
-    number = ", ".join(map(str, sorted(shared)))
+    number = ", ".join(map(str, shared))
     return [f"$.actor_infer.device_mapping: {role} uses device {number} in turns with it, and {why}"] if why else []
+
+
+def notes(config: RunConfig) -> list[str]:
+    """What is chosen because of the devices, though nobody wrote it."""
+    shared = assembly.turns(config)
+    if not shared or not assembly.backend_capabilities(config).sleeps_on_demand:
+        return []
+    numbers = ", ".join(map(str, sorted({number for mine in shared.values() for number in mine})))
+    who = " and ".join(name for name in shared if name != "reference" or assembly.needs_reference(config))
+    return [
+        f"$.actor_infer: shares device {numbers} with {who}, so its engine is started to sleep while others work there"
+    ]
 
 
 def one_process(config: RunConfig, role: str) -> list[str]:
@@ -79,8 +92,9 @@ def one_process(config: RunConfig, role: str) -> list[str]:
     mapping = assembly.role_of(config, role).device_mapping
     if role == "actor_infer" or len(mapping) < 2 or not assembly.runtime_capabilities(config).one_process:
         return []
+    others = [choice.name for choice in of_several_processes(registry())]
+    fix = f"runtime: {' or '.join(others)}" if others else f"{pip_install('turnwise-ray[ray]')} and runtime: ray"
     return [
         f"$.{role}.device_mapping: {len(mapping)} devices are as many training processes, and runtime"
-        f" {config.runtime.name!r} has one process: it needs runtime ray. Fix: runtime: ray, or one device;"
-        f" {pip_install('turnwise-ray[ray]')}"
+        f" {config.runtime.name!r} has one process. Fix: {fix}; or one device"
     ]

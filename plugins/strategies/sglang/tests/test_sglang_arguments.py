@@ -100,6 +100,13 @@ def test_sleep_needs_the_memory_saver_and_its_copy_of_the_weights() -> None:
     given = server_arguments(SglangConfig(enable_memory_saver=True), gpu(0), 1)
     assert given["enable_memory_saver"] and given["enable_weights_cpu_backup"]
     assert SglangConfig(enable_memory_saver=True).capabilities.cannot_sleep == ""
+    assert "enable_memory_saver" not in server_arguments(SglangConfig(), gpu(0), 1)
+    shared = evolve(gpu(0), sleeps=True)
+    assert server_arguments(SglangConfig(), shared, 1)["enable_memory_saver"]
+    assert "enable_memory_saver" not in server_arguments(SglangConfig(enable_memory_saver=False), shared, 1)
+    assert SglangConfig().capabilities.sleeps_on_demand
+    assert SglangConfig().capabilities.cannot_sleep == ""
+    assert "keeps its memory" in SglangConfig(base_url="http://there").capabilities.cannot_sleep
     awake = SimpleNamespace(_config=SglangConfig(), _context=gpu(0))
     with pytest.raises(
         EngineError, match=r"keeps its memory while it sleeps\. Fix: strategy_config: \{enable_memory_saver: true\}"

@@ -126,6 +126,7 @@ def test_the_record_needs_the_engine_and_runs_it() -> None:
         ({"engine_args": {"data_parallel_size": 3}}, (0, 1), "2 devices hold 2 engines"),
         ({"engine_args": {"data_parallel_size": 0}}, (), "0 is not a positive integer"),
         ({TP: 2, "enable_sleep_mode": True}, (0, 1, 2, 3), None),
+        ({TP: 2}, (0, 1, 2, 3), None),
         (
             {"mode": "attach", "base_url": "http://x", TP: 2},
             (0, 1, 2, 3),
@@ -215,6 +216,27 @@ def test_a_model_that_sees_needs_torchvision_in_its_process(folder: Path, monkey
     assert VllmBackend.check(VllmConfig(), InferenceContext(folder, None)) == []
 
 
+@pytest.mark.parametrize(
+    ("option", "sleeps", "devices", "told"),
+    [
+        (None, True, (0,), True),
+        (None, False, (0,), False),
+        (None, True, (), False),
+        (False, True, (0,), False),
+        (True, False, (0,), True),
+    ],
+)
+def test_an_engine_that_takes_turns_on_gpus_is_started_to_sleep_unless_somebody_chose(
+    folder: Path, option: bool | None, sleeps: bool, devices: tuple[int, ...], told: bool
+) -> None:
+    config, context = (
+        VllmConfig(enable_sleep_mode=option),
+        InferenceContext(folder, None, devices=devices, sleeps=sleeps),
+    )
+    assert arguments.engine_arguments(config, context, cpu=False)["enable_sleep_mode"] is told
+    assert config.capabilities.sleeps_on_demand is (option is None)
+
+
 @pytest.mark.engines
 @pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra: turnwise-vllm[vllm] or [cpu])"
@@ -228,9 +250,11 @@ def test_argument_names_are_those_of_the_real_engine() -> None:
 
 
 def test_an_engine_on_gpus_sleeps_only_where_sleeping_is_enabled(folder: Path) -> None:
-    assert "enable_sleep_mode: true" in VllmConfig().capabilities.cannot_sleep
+    assert "enable_sleep_mode: true" in VllmConfig(enable_sleep_mode=False).capabilities.cannot_sleep
     assert VllmConfig(enable_sleep_mode=True).capabilities.cannot_sleep == ""
-    assert VllmConfig(mode="attach", base_url="http://127.0.0.1:1").capabilities.cannot_sleep == ""
+    attached = VllmConfig(mode="attach", base_url="http://127.0.0.1:1")
+    assert attached.capabilities.cannot_sleep == ""
+    assert not attached.capabilities.sleeps_on_demand
     awake = SimpleNamespace(_context=InferenceContext(folder, None, devices=(0,)), _config=VllmConfig())
     with pytest.raises(EngineError, match=r"without sleep mode\. Fix: strategy_config\.enable_sleep_mode: true"):
         asyncio.run(VllmBackend.sleep(awake))  # type: ignore[arg-type]

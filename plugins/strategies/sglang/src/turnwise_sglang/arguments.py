@@ -104,7 +104,7 @@ def server_arguments(config: SglangConfig, context: InferenceContext, port: int)
         given["device"] = on
     if context.lora is not None:
         defaults |= lora_arguments(context.lora, on)
-    if config.enable_memory_saver:
+    if config.sleeps(context):
         # Without the backup the weights would be gone with the memory, and only the trainer's next update brings
         # others.
         given |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
@@ -223,7 +223,7 @@ def machine_problem(config: SglangConfig) -> Problem | None:
 
 def memory_problems(config: SglangConfig, context: InferenceContext) -> list[Problem]:
     """What keeps `enable_memory_saver` from giving memory back in an interpreter that has SGLang."""
-    if not config.enable_memory_saver:
+    if not config.sleeps(context):
         return []
     where = f"{WHERE}.enable_memory_saver"
     if device(config, context) == "cpu":

@@ -29,7 +29,7 @@ from turnwise_serving.running import CLOSED, Running
 from turnwise_sglang import images, lora, weights
 from turnwise_sglang.answers import Limits, StopStrings, body, continued, ended, generation, joined
 from turnwise_sglang.arguments import WHERE, argument_problems, device, machine_problem, memory_problems
-from turnwise_sglang.config import SglangConfig
+from turnwise_sglang.config import AWAKE, SglangConfig
 from turnwise_sglang.group import from_group
 from turnwise_sglang.link import Link
 from turnwise_sglang.links import Links
@@ -187,8 +187,8 @@ class SglangBackend:
     async def sleep(self) -> None:
         """Give the device memory back, with `enable_memory_saver`; a server that died holds none. Raises EngineError on
         a device without it."""
-        if not self._config.enable_memory_saver and self._context.devices:
-            raise EngineError(self._config.capabilities.cannot_sleep)
+        if not self._config.sleeps(self._context) and self._context.devices:
+            raise EngineError(AWAKE)
         self._asleep = {"weights", "cache"}
         # Another server in its place has never slept, and must not be woken.
         self._slept = self._links.current
@@ -327,7 +327,7 @@ class SglangBackend:
         """Calls about the device memory, with `enable_memory_saver`; a server that is not up, or turns out to be dead,
         has none to give or take."""
         link = self._links.current
-        if not self._config.enable_memory_saver or link is None or link.lost:
+        if not self._config.sleeps(self._context) or link is None or link.lost:
             return
         try:
             for path in paths:

@@ -8,13 +8,16 @@ from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
-from turnwise.contracts.inference import BackendCapabilities
+from turnwise.contracts.inference import BackendCapabilities, InferenceContext
 from turnwise.data.numbers import BYTES
 
 DEFAULT_FRACTION = 0.85
 """SGLang chooses mem_fraction_static by the device where it is not given; this is near what it chooses."""
 RUNTIME_BYTES = 2_000_000_000
 """What the engine holds beside weights and cache: CUDA context, graphs, workspaces (an estimate)."""
+AWAKE = (
+    "SGLang keeps its memory while it sleeps. Fix: strategy_config: {enable_memory_saver: true}, or devices of its own"
+)
 IN_PLACE = (
     "pause_mode: 'in_place' goes on with the cache of the old weights after an update: the tokens match neither policy."
     " Fix: pause_mode: retract (or abort)"
@@ -38,7 +41,8 @@ class SglangConfig:
     starting one) with `api_key_env` (the environment variable that holds its key), `start_timeout`, `stop_timeout`,
     `request_timeout` (one response) and `control_timeout` (any other call) in seconds, `restarts` (how often a dead
     server is started again with the weights it had; 0: never, and no copy of the weights is kept), `pause_mode` (what
-    happens to responses in progress at a weight update).
+    happens to responses in progress at a weight update). `enable_memory_saver` None: where a training role uses the same
+    GPUs.
     """
 
     python: str | None = None
@@ -64,21 +68,28 @@ class SglangConfig:
     disable_radix_cache: bool = False
     disable_cuda_graph: bool = False
     enable_deterministic_inference: bool = True
-    enable_memory_saver: bool = False
+    enable_memory_saver: bool | None = None
     engine_args: Mapping[str, Any] = field(factory=dict)
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """Adapters may come alone; the server sleeps where it was started so; the arithmetic below."""
-        fix = "Fix: strategy_config: {enable_memory_saver: true}, or devices of its own"
+        """Adapters may come alone; the server sleeps unless that was switched off; the arithmetic below."""
+        on_demand = self.enable_memory_saver is None and self.base_url is None
         return BackendCapabilities(
             adapters=True,
-            cannot_sleep="" if self.enable_memory_saver else f"SGLang keeps its memory while it sleeps. {fix}",
+            cannot_sleep="" if on_demand or self.enable_memory_saver else AWAKE,
+            sleeps_on_demand=on_demand,
             attached=self.base_url is not None,
             devices_per_engine=self.devices_per_engine,
             data_parallel_size=self.data_parallel_size,
             memory=self.memory,
         )
+
+    def sleeps(self, context: InferenceContext) -> bool:
+        """Whether the server is started so that it gives its memory back while it sleeps."""
+        if self.enable_memory_saver is None:
+            return context.sleeps and bool(context.devices) and self.base_url is None
+        return self.enable_memory_saver
 
     @property
     def devices_per_engine(self) -> int:

@@ -63,7 +63,7 @@ def problems(config: VllmConfig, context: InferenceContext) -> list[Problem]:
                 " max_model_len out",
             )
         )
-    if config.enable_sleep_mode and config.mode != "attach":
+    if config.sleeps(context):
         if not context.devices:
             lines.append(
                 Problem(
@@ -251,7 +251,7 @@ def engine_arguments(config: VllmConfig, context: InferenceContext, cpu: bool) -
     else:
         arguments |= {
             "gpu_memory_utilization": config.gpu_memory_utilization,
-            "enable_sleep_mode": config.enable_sleep_mode,
+            "enable_sleep_mode": config.sleeps(context),
         }
     # data_parallel_size is there already: `replicas` read it.
     return arguments | {name: value for name, value in config.engine_args.items() if name != "data_parallel_size"}

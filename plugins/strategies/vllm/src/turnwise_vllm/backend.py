@@ -190,7 +190,7 @@ class VllmBackend:
 
         On a CPU there is no device memory, and nothing moves.
         """
-        if self._context.devices and self._config.mode != "attach" and not self._config.enable_sleep_mode:
+        if self._context.devices and self._config.mode != "attach" and not self._config.sleeps(self._context):
             raise EngineError("vLLM was started without sleep mode. Fix: strategy_config.enable_sleep_mode: true")
         if self._engine is not None:
             await self._engine.control("sleep")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
-from turnwise.contracts.inference import BackendCapabilities
+from turnwise.contracts.inference import BackendCapabilities, InferenceContext
 from turnwise.data.numbers import BYTES
 
 RUNTIME_BYTES = 1_500_000_000
@@ -22,6 +22,7 @@ class VllmConfig:
     `mode`: `in_process` (an AsyncLLM of this process), `server` (a server started for the run), `attach` (the server at
     `base_url`, whose key, if it has one, is in the environment variable `api_key_env`).
     `logprobs_mode`: which log-probs vLLM computes; the README says for which requests they are the trainer's.
+    `enable_sleep_mode` None: where a training role uses the same GPUs.
     `enforce_eager` None: yes on a CPU, no on GPUs. `python_path`: folders that the server of mode `server` imports from
     before its own.
     """
@@ -40,7 +41,7 @@ class VllmConfig:
     load_format: str = "auto"
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     enable_prefix_caching: bool | None = None
-    enable_sleep_mode: bool = False
+    enable_sleep_mode: bool | None = None
     max_model_len: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     max_num_seqs: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     max_num_batched_tokens: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
@@ -50,21 +51,28 @@ class VllmConfig:
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """Adapters may come alone; the engine sleeps where it was started so; the arithmetic below."""
+        """Adapters may come alone; the engine sleeps unless that was switched off; the arithmetic below."""
         # How an attached server was started is not known here: the call itself shows whether it can sleep.
-        awake = self.mode != "attach" and not self.enable_sleep_mode
+        own = self.mode != "attach"
         return BackendCapabilities(
             adapters=True,
             cannot_sleep=(
                 "vLLM starts without sleep mode. Fix: strategy_config.enable_sleep_mode: true, or devices of its own"
-                if awake
+                if own and self.enable_sleep_mode is False
                 else ""
             ),
+            sleeps_on_demand=own and self.enable_sleep_mode is None,
             attached=self.base_url is not None,
             devices_per_engine=self.devices_per_engine,
             data_parallel_size=self.data_parallel_size,
             memory=self.memory,
         )
+
+    def sleeps(self, context: InferenceContext) -> bool:
+        """Whether an engine of our own is started so that it can sleep."""
+        if self.mode == "attach":
+            return False
+        return context.sleeps and bool(context.devices) if self.enable_sleep_mode is None else self.enable_sleep_mode
 
     @property
     def devices_per_engine(self) -> int:
