@@ -20,7 +20,7 @@ from turnwise.plugins import reset_registry
 from turnwise.testing.runs import FAKES, LAKE, written
 
 AT = Path(__file__).with_name("at.py")
-UNTIMED = ("time/", "tps/", "system/")
+UNTIMED = ("time/", "tps/", "system/", "async/groups/", "resume/")
 
 FAKE = written(
     FAKES,
@@ -177,6 +177,12 @@ def lake(make_run: Callable[[str], Run]) -> Run:
 def make_lake(make_run: Callable[[str], Run]) -> Callable[[], Run]:
     """`make_lake()`: what `lake` is, for fixtures of a wider scope."""
     return lambda: make_run(SMALL_LAKE)
+
+
+@pytest.fixture(scope="session")
+def make_fake(make_run: Callable[[str], Run]) -> Callable[[], Run]:
+    """`make_fake()`: what `fake` is, for fixtures of a wider scope."""
+    return lambda: make_run(FAKE)
 
 
 @pytest.fixture(scope="session")

@@ -172,3 +172,137 @@ def test_metrics_of_an_evaluation_are_logged_whatever_logging_steps(fake: Any, w
     fake.train("logging_steps=4")
     assert [line["step"] for line in fake.metrics()] == [0, 3, 4, 5, 6]
     assert fake.metrics() == [whole_fake.metrics()[step] for step in (0, 3, 4, 5, 6)]
+
+
+AHEAD = {"fake": ["async_generation_ratio=2"], "lake": ["async_generation_ratio=1"]}
+
+
+@pytest.fixture(scope="module")
+def ahead_fake(make_fake: Any) -> Any:
+    """The fakes' run two batches ahead, uninterrupted."""
+    run = make_fake()
+    run.train(*AHEAD["fake"])
+    return run
+
+
+@pytest.fixture(scope="module")
+def ahead_lake(make_lake: Any) -> Any:
+    """The real run one batch ahead, uninterrupted."""
+    run = make_lake()
+    run.train(*AHEAD["lake"])
+    return run
+
+
+def test_batches_ahead_are_as_old_as_the_ratio_and_no_older(ahead_fake: Any, ahead_lake: Any) -> None:
+    for run, ratio in ((ahead_fake, 2), (ahead_lake, 1)):
+        lines = [line for line in run.metrics() if "policy/loss" in line]
+        for name in ("mean", "max"):
+            assert [line[f"async/staleness/{name}"] for line in lines] == [min(step, ratio) for step in range(6)]
+        assert {line["async/version_span"] for line in lines} == {0}
+        assert {line["async/length_ratio"] for line in lines} == {1}
+        assert all(0 < line["async/ess"] <= 1 for line in lines)
+        assert lines[2]["correction/weight/mean"] != 1
+
+
+def test_a_run_with_batches_ahead_is_as_reproducible(lake: Any, ahead_lake: Any) -> None:
+    lake.train(*AHEAD["lake"], "custom_envs.Lake.step=thread")
+    lake.same(ahead_lake)
+
+
+def test_the_ratio_changes_the_run_and_none_is_the_synchronous_one(fake: Any, whole_fake: Any, ahead_fake: Any) -> None:
+    fake.train("async_generation_ratio=0")
+    fake.same(whole_fake)
+    assert ahead_fake.metrics()[2]["policy/loss"] != whole_fake.metrics()[2]["policy/loss"]
+
+
+@pytest.mark.parametrize(
+    ("place", "nth"),
+    [
+        (FAKE_UPDATE, 1),  # two batches are played, nothing is saved
+        (FAKE_UPDATE, 6),
+        ("turnwise.rollout:Scheduler.next_batch", 4),
+        ("turnwise.rollout:Scheduler.settled", 4),
+        ("turnwise.rollout.worker:LocalExecutor.play", 30),  # in the middle of what is played ahead
+        ("turnwise.rollout.worker:LocalExecutor.play", 41),
+        ("turnwise.testing.fake_model:FakeBackend.receive", 4),
+        ("turnwise.rollout:Scheduler.evaluate", 2),
+        ("turnwise.rollout:Scheduler.evaluate", 3),
+        ("turnwise.pipeline.queued:write", 2),
+        ("turnwise.testing.fake_model:FakeStrategy.save", 2),
+        (f"{CHECKPOINT}:_make_durable", 2),
+        (f"{CHECKPOINT}:prune", 2),
+        ("turnwise.pipeline.loop:Loop._log", 4),
+    ],
+)
+def test_killed_with_batches_ahead_and_resumed(fake: Any, ahead_fake: Any, place: str, nth: int) -> None:
+    killed = fake.process("train", "run.yaml", *AHEAD["fake"], at=(place, nth, "kill"))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    fake.train(*AHEAD["fake"], "resume_from_checkpoint=true")
+    fake.same(ahead_fake)
+    assert fake.checkpoints() == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("place", "nth"),
+    [(UPDATE, 8), ("turnwise_hf.backend:HfBackend.receive", 5), ("turnwise.rollout:Scheduler.settled", 4)],
+)
+def test_weights_are_the_same_where_batches_ahead_were_killed_and_resumed(
+    lake: Any, ahead_lake: Any, place: str, nth: int
+) -> None:
+    killed = lake.process("train", "run.yaml", *AHEAD["lake"], at=(place, nth, "kill"))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    lake.train(*AHEAD["lake"], "resume_from_checkpoint=true")
+    lake.same(ahead_lake)
+    mine, theirs = (
+        (run.folder / "out/checkpoints/checkpoint-000006/model/model.safetensors").read_bytes()
+        for run in (lake, ahead_lake)
+    )
+    assert mine == theirs
+
+
+@pytest.mark.parametrize(
+    ("place", "nth"),
+    [(FAKE_UPDATE, 5), ("turnwise.rollout:Scheduler.next_batch", 4), ("turnwise.rollout:Scheduler.settled", 3)],
+)
+def test_stopped_with_batches_ahead_and_resumed(fake: Any, ahead_fake: Any, place: str, nth: int) -> None:
+    stopped = fake.process("train", "run.yaml", *AHEAD["fake"], at=(place, nth, "interrupt"))
+    assert stopped.returncode == 130, stopped.stderr
+    fake.train(*AHEAD["fake"], "resume_from_checkpoint=true")
+    fake.same(ahead_fake)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (
+            ["async_generation_ratio=1"],
+            "async_generation_ratio was 2, is 1: what was played further ahead is trained first",
+        ),
+        (["async_generation_ratio=0"], "async_generation_ratio was 2, is 0: what was played further ahead"),
+        (["async_generation_ratio=3"], "async_generation_ratio was 2, is 3: no longer bit for bit"),
+        ([*AHEAD["fake"], "max_steps=8"], "max_steps was 6, is 8: nothing was played past it"),
+    ],
+)
+def test_another_ratio_or_more_steps_go_on_with_a_warning(fake: Any, changed: list[str], told: str) -> None:
+    killed = fake.process("train", "run.yaml", *AHEAD["fake"], at=(FAKE_UPDATE, 6, "kill"))
+    assert killed.returncode == -signal.SIGKILL
+    result = fake.train(*changed, "resume_from_checkpoint=true")
+    assert told in result.stderr
+    ratio = int(changed[0][-1])
+    if not ratio:
+        return
+    ages = [line["async/staleness/max"] for line in fake.metrics() if line.get("async/staleness/max") is not None]
+    assert ages[:4] == [0, 1, 2, 2]
+    assert all(age <= ratio for age in ages[4:])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["seed=2", "train_env_manager={num_env_groups: 4, group_size: 2, tags: [Count]}"],
+)
+def test_groups_that_this_run_would_not_play_are_refused(fake: Any, changed: str) -> None:
+    killed = fake.process("train", "run.yaml", *AHEAD["fake"], at=(FAKE_UPDATE, 6, "kill"))
+    assert killed.returncode == -signal.SIGKILL
+    result = fake.command("train", "run.yaml", *AHEAD["fake"], changed, "resume_from_checkpoint=true")
+    assert result.exit_code != 0
+    assert "which this run would not play. Fix: the tags, num_env_groups, group_size and seed" in result.stderr

@@ -39,6 +39,7 @@ PUBLIC = {
     "turnwise.errors",
     "turnwise.plugins.registry",
     "turnwise.ports",
+    "turnwise.rollout.standing",
     "turnwise.rollout.worker",
 }
 """What plugins share, without hooks of its own."""

@@ -129,7 +129,6 @@ def test_plan_needs_neither_the_environment_nor_every_plugin(toy: Toy) -> None:
         toy(
             plugins=["turnwise.testing.plugin", "./players.py", "turnwise-zzz>=2"],
             custom_envs=absent,
-            async_generation_ratio=1,
         ),
     )
     assert got.exit_code == 0
@@ -138,17 +137,11 @@ def test_plan_needs_neither_the_environment_nor_every_plugin(toy: Toy) -> None:
         line.startswith("warning: ") and "pip install --find-links dist 'turnwise-zzz>=2'" in line for line in lines
     )
     assert any(line.startswith("warning: ") and "no environment is named 'not_here'" in line for line in lines)
-    assert any(
-        line.startswith("warning: ") and "asynchronous training is not supported by this version" in line
-        for line in lines
-    )
-    check = turnwise("check", toy(custom_envs=absent, async_generation_ratio=1))
+    check = turnwise("check", toy(custom_envs=absent))
     assert check.exit_code == 2
     assert [line.partition(": ")[0] for line in check.stderr.splitlines() if not line.startswith("note: ")] == [
-        "config",
-        "config",
+        "config"
     ]
-    assert "asynchronous training is not supported by this version" in check.stderr
     assert "no environment is named 'not_here'" in check.stderr
     broken = turnwise("plan", toy(plugins=["turnwise.testing.plugin", "./players.py", "./absent.py"]))
     assert (broken.exit_code, "the file './absent.py' does not exist" in broken.stderr) == (2, True)

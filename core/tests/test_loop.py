@@ -31,6 +31,7 @@ class Rooms:
         self.every, self.fails, self.stop_at = every, fails or {}, stop_at
         self.stop = asyncio.Event()
         self.progress = Progress()
+        self.ahead: dict[str, int] = {}
 
     def note(self, what: str) -> None:
         self.seen.append(what)
@@ -53,6 +54,12 @@ class Rooms:
 
     async def release(self) -> None:
         self.note("release")
+
+    def worked(self) -> float:
+        return 2.0
+
+    def gauges(self) -> dict[str, int]:
+        return self.ahead
 
     # Learner
     changing = False
@@ -235,3 +242,39 @@ def test_throughput_counts_every_epoch_and_the_seconds_of_the_phase(toy: Toy) ->
     outcome = asyncio.run(run.run(0))
     assert outcome.metrics["tps/actor_train"] == pytest.approx(6.0 * 2 / outcome.metrics["time/actor_train"])
     assert outcome.metrics["time/actor_train"] >= 0.05
+    assert outcome.metrics["tps/rollout"] == 4.0 / 2.0  # the sampler's seconds, not those in which the trainer waited
+
+
+def test_what_plays_ahead_tells_its_groups_and_who_waits_for_whom(toy: Toy) -> None:
+    rooms = Rooms(every=100)
+    rooms.ahead = {"waiting": 1, "playing": 2, "finished": 3}
+
+    async def settled(version: int) -> None:
+        await asyncio.sleep(0.05)
+
+    rooms.settled = settled  # type: ignore[method-assign]
+    rooms.worked = lambda: 0.01  # type: ignore[method-assign]
+    out = asyncio.run(loop(toy, rooms, max_steps=1).run(0)).metrics
+    assert [out[f"async/groups/{name}"] for name in rooms.ahead] == [1, 2, 3]
+    assert out["time/trainer_idle"] == out["time/rollout"] >= 0.05
+    assert 0.04 <= out["time/sampler_idle"] <= out["time/step"]
+    assert out["time/publish"] == out["time/sync"]
+
+
+def test_a_role_that_goes_ends_the_wait_for_what_plays_ahead(toy: Toy) -> None:
+    rooms = Rooms(every=100)
+
+    async def settled(version: int) -> None:
+        await asyncio.sleep(60)
+
+    async def watch() -> None:
+        if "learn 0" not in rooms.seen:
+            await asyncio.Event().wait()
+        raise TrainerError("actor_train: the process is gone")
+
+    rooms.settled = settled  # type: ignore[method-assign]
+    run = loop(toy, rooms, max_steps=2)
+    run.guard = Guard(rooms.stop, [SimpleNamespace(watch=watch)])  # type: ignore[list-item]
+    with pytest.raises(TrainerError, match="is gone"):
+        asyncio.run(asyncio.wait_for(run.run(0), 10))
+    assert rooms.seen[-1] == "rescue 1"

@@ -113,6 +113,12 @@ def test_a_step_is_taken_in_the_order_of_groups_whatever_ended_first(ends: list[
         buffer.end(group, member, played(group, member))
     taken = buffer.take(2)
     assert [(t.group, t.member) for t in taken.trajectories] == [(6, 0), (6, 1), (7, 0), (7, 1), (8, 0), (8, 1)]
+    # Whoever is killed before it is trained has not lost it.
+    assert {record["step"] for record in buffer.snapshot()} == {2}
+    assert buffer.gauges() == {"waiting": 0, "playing": 0, "finished": 0}
+    buffer.forget(2)
+    assert (len(buffer), buffer.snapshot(3)) == (1, [])
+    buffer.forget(3)
     assert len(buffer) == 0
 
 

@@ -719,6 +719,12 @@ class Elsewhere:
         finally:
             self.alive -= 1
 
+    def moved(self) -> int:
+        return self.inner.moved()
+
+    def waits(self) -> list[str]:
+        return self.inner.waits()
+
     async def abort(self) -> None:
         await self.inner.abort()
 

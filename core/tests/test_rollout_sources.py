@@ -29,8 +29,14 @@ class Scheduler:
         self.seen.append((step, version))
         return PLAYED
 
-    def state(self) -> dict[str, Any]:
-        return {"queue": ["a group"]}
+    async def settled(self, version: int) -> None:
+        self.seen.append(f"settled {version}")
+
+    def worked(self) -> float:
+        return 1.5
+
+    def state(self, first: int) -> dict[str, Any]:
+        return {"queue": [f"a group of step {first}"]}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.seen.append(state)
@@ -52,8 +58,9 @@ def test_live_episodes_are_the_schedulers_and_so_is_their_state() -> None:
 
     source.restore({"queue": []})
     asyncio.run(run())
-    assert scheduler.seen == [{"queue": []}, (2, 1), "closed"]
-    assert source.state() == {"queue": ["a group"]}
+    assert scheduler.seen == [{"queue": []}, (2, 1), "settled 3", "closed"]
+    assert source.state(3) == {"queue": ["a group of step 3"]}
+    assert source.worked() == 1.5
 
 
 def test_what_is_dumped_is_played_once_and_read_as_it_was(toy: Toy) -> None:
@@ -68,8 +75,9 @@ def test_what_is_dumped_is_played_once_and_read_as_it_was(toy: Toy) -> None:
 
 def test_a_dump_holds_nothing_open_and_takes_up_nothing_that_was_played(toy: Toy) -> None:
     source = Dumped(load(toy(rollout_mock={"enable": True, "mode": "mock", "dump_dir": "dump"})).config)
-    assert source.state() == {"queue": []}
-    source.restore(source.state())
+    assert source.state(2) == {"queue": []}
+    source.restore(source.state(2))
+    assert (source.gauges(), source.worked()) == ({}, 0.0)
     with pytest.raises(
         CheckpointError, match=r"holds groups that were played and not trained.*Fix: resume without rollout_mock"
     ):

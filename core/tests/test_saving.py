@@ -54,7 +54,7 @@ class Room:
         roles = Roles(
             backend, self.actor, backend, None, False, self.critic, "fake", Colocation(self.config, training, backend)
         )  # type: ignore[arg-type]
-        rollouts: Any = SimpleNamespace(state=lambda: {"queue": []}, restore=self.restored.append)
+        rollouts: Any = SimpleNamespace(state=lambda first: {"queue": []}, restore=self.restored.append)
         learner: Any = SimpleNamespace(kl_coef=0.25)
         self.progress, self.clock = progress or Progress(), Clock()
         self.saving = Saving(self.config, {"seed": 1}, roles, rollouts, learner, self.progress, self.clock)

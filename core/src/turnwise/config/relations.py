@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Literal
 
 from attrs import evolve, fields_dict
 
+from turnwise.config.asynchronous import check_asynchronous, check_stalls
+from turnwise.config.correction import check_correction
 from turnwise.config.problems import Path, Report
 from turnwise.config.schema import MANAGERS, ROLES, UNKNOWN, Choice, EnvManagerConfig, Role, RunConfig
 from turnwise.config.updates import check_budget, check_updates, loss_capabilities, token_budget
@@ -34,7 +35,8 @@ def check_relations(config: RunConfig, registry: Registry, report: Report) -> Ru
     _without_effect(config, report)
     _adapters(config, report)
     _loss(config, registry, report)
-    _correction(config, registry, report)
+    config = check_stalls(check_asynchronous(config, registry, report), report)
+    check_correction(config, registry, report)
     _roles(config, report)
     _mock(config, report)
     check_updates(config, registry, report)
@@ -223,42 +225,6 @@ def _choices(config: RunConfig) -> Iterator[tuple[Path, Choice]]:
         role: Role | None = getattr(config, name)
         if role is not None and role.strategy_args is not None:
             yield (name, "strategy_args", "strategy_config"), role.strategy_args
-
-
-def _correction(config: RunConfig, registry: Registry, report: Report) -> None:
-    """Bounds, and what a correction of trainer against sampler cannot stand beside."""
-    correction, path = config.train_infer_correction, ("train_infer_correction",)
-    if correction is None:
-        return
-    weight = correction.is_weight
-    if weight.enabled and (weight.lower_bound or 0.0) > (
-        math.inf if weight.upper_bound is None else weight.upper_bound
-    ):
-        report.error(
-            (*path, "is_weight", "lower_bound"),
-            f"{weight.lower_bound} is above upper_bound {weight.upper_bound}. Fix: lower it",
-        )
-    for i, one in enumerate(correction.filters):
-        if one.enabled and not one.active:
-            report.warn((*path, "filters", i), "has no effect: neither ratio_enabled nor diff_enabled is true")
-        for on, name in ((one.ratio_enabled, "ratio"), (one.diff_enabled, "diff")):
-            low, high = getattr(one, f"{name}_low"), getattr(one, f"{name}_high")
-            if one.enabled and on and low > high:
-                report.error(
-                    (*path, "filters", i, f"{name}_low"),
-                    f"{low} is above {name}_high {high}: no token would train. Fix: lower it",
-                )
-    if correction.active and config.recompute_old_logprobs == "false":
-        text = (
-            "false: then old log-probs are the sampler's, and train_infer_correction has nothing to compare them with"
-        )
-        report.error(("recompute_old_logprobs",), f"{text}. Fix: recompute_old_logprobs: true")
-    if weight.enabled and loss_capabilities(config, registry).needs_infer_log_probs:
-        text = (
-            f"true beside pg_variant {config.pg_variant.name!r}, whose own ratio is that to the sampler: it would count"
-            " twice"
-        )
-        report.error((*path, "is_weight", "enabled"), f"{text}. Fix: is_weight: {{enabled: false}}")
 
 
 def _mock(config: RunConfig, report: Report) -> None:

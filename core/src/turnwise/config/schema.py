@@ -283,7 +283,19 @@ class RunConfig:
     max_ckpt_to_keep: int | None = key(None, "older checkpoints are deleted (null: all are kept)", POSITIVE)
     val_batch_size: int | None = key(None, "trajectories of an evaluation = its num_env_groups × group_size", POSITIVE)
     sequence_length: int = key(2048, "tokens of the longest sample", POSITIVE)
-    async_generation_ratio: int = key(0, "batches generated ahead (0: synchronous)")
+    async_generation_ratio: int = key(
+        0,
+        "batches generated ahead of the trainer; no token trains at a greater staleness (0: synchronous)",
+        NOT_NEGATIVE,
+    )
+    weight_update: Literal["between_batches", "between_turns", "between_tokens"] = key(
+        "between_batches", "when new weights reach what plays ahead; between_batches repeats bit for bit"
+    )
+    stall_timeout: float = key(
+        900.0,
+        "seconds in which no episode moves before the run ends and says what waits for what; above the calls' timeouts",
+        POSITIVE,
+    )
     adv_estimator: Choice = key(lambda: Choice("grpo"), "advantage estimator")
     gamma: float = key(1.0, "discount per token (and of the KL penalty in the reward)", SHARE)
     lambd: float = key(0.95, "λ of GAE", SHARE)

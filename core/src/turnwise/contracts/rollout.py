@@ -3,6 +3,7 @@ plays them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
@@ -61,7 +62,8 @@ class RolloutSettings:
     `max_concurrent`: episodes alive at once in one worker, of which an executor has one or more (None: all).
     `evaluation`: fixed tasks, nothing replaced, no training samples.
     `async_generation_ratio`: how many steps ahead of the weights groups may start; 0 is synchronous. `max_steps`: the
-    steps of the run, past which no group is started (None: no end)."""
+    steps of the run, past which no group is started (None: no end). `stall_timeout`: seconds in which no episode moves
+    before the batch fails."""
 
     seed: int
     step_timeout: float = 60.0
@@ -74,6 +76,7 @@ class RolloutSettings:
     generating_args: GeneratingArgs = field(factory=GeneratingArgs)
     async_generation_ratio: int = 0
     max_steps: int | None = None
+    stall_timeout: float = math.inf
 
 
 @frozen(eq=False)
@@ -143,6 +146,14 @@ class Executor(Protocol):
         Raises EnvironmentFailure where the environment failed (the episode may be tried again), any other TurnwiseError
         where the batch cannot go on. `stop` is called with an EngineError when the backend does not answer in time,
         while the attempt still hangs."""
+        ...
+
+    def moved(self) -> int:
+        """A number that changes whenever an episode begins or ends a call to its environment or to a model."""
+        ...
+
+    def waits(self) -> list[str]:
+        """One line for each episode in play: `which: what it waits for, for how many seconds`."""
         ...
 
     async def abort(self) -> None:

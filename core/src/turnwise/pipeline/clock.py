@@ -13,6 +13,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._taken = time.perf_counter()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -27,7 +28,13 @@ class Clock:
         """Of one phase so far, 0 if it was not."""
         return self._seconds.get(name, 0.0)
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the last `take`, whatever they were spent with."""
+        return time.perf_counter() - self._taken
+
     def take(self) -> dict[str, float]:
         """All phases, and begin anew."""
         taken, self._seconds = self._seconds, {}
+        self._taken = time.perf_counter()
         return taken

@@ -45,11 +45,15 @@ def corrected(batch: Batch, config: RunConfig) -> tuple[Batch, dict[str, float]]
     Token columns: `policy_weight` float64, a factor of the policy loss alone (not of KL and entropy terms);
     `policy_keep` bool, false
     where a filter drops the token: its coef is 0 in every term, while the denominators count it. Needs `old_log_probs`
-    from a pass of the trainer and a complete `infer_log_probs`.
+    from a pass of the trainer and, but for asynchronous training, a complete `infer_log_probs`.
     """
     correction = config.train_infer_correction
     if correction is None or not correction.active:
         return batch, {}
+    if config.async_generation_ratio and not batch.has_infer_log_probs:
+        # No ratio is known of them: the weight 1, and no filter drops them.
+        infer, old = batch.tokens["infer_log_probs"], batch.tokens["old_log_probs"]
+        batch = batch.with_tokens(infer_log_probs=np.where(np.isnan(infer), old, infer))
     gap = Gap(batch)
     weight, keep = np.ones(len(batch.sampled)), np.ones(len(batch.sampled), np.bool_)
     if correction.is_weight.enabled:

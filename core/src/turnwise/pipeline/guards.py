@@ -145,6 +145,11 @@ class Guard:
         """The result of `work`. Raises Stopped, what `work` raises, and the error of a role that is gone."""
         return await unless(work, self._stop, [role.watch() for role in self._roles])
 
+    async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:  # Any: as in `unless_stopped`
+        """The result of `work`, which a stop lets end. Raises what `work` raises, and the error of a role that is
+        gone."""
+        return await unless(work, asyncio.Event(), [role.watch() for role in self._roles])
+
 
 async def unless(
     work: Coroutine[Any, Any, T],  # Any: as in `unless_stopped`

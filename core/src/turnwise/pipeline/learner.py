@@ -24,7 +24,7 @@ from turnwise.data.ops import trains
 from turnwise.data.rows import Update, UpdateResult
 from turnwise.data.trajectory import Trajectory
 from turnwise.errors import PluginError, boundary
-from turnwise.pipeline import advantages, correction, metrics
+from turnwise.pipeline import advantages, correction, metrics, staleness
 from turnwise.pipeline.clock import Clock
 from turnwise.pipeline.metrics import Reporting
 from turnwise.pipeline.old_logprobs import OldLogProbs
@@ -70,6 +70,7 @@ class Learner:
     ) -> None:
         self.kl_coef = kl_coef
         self.changing = False
+        self._unweighted = False
         self._config, self._roles, self._estimator, self._clock, self._reporting = (
             config,
             roles,
@@ -107,6 +108,8 @@ class Learner:
             batch = advantages.filter_groups(batch, self._filters)
         if self._filters:
             out["rollout/filtered"] = float((~trains(batch)).sum())
+        if self._config.async_generation_ratio:
+            out |= staleness.of_tokens(batch, step)
         return Lesson(step, batch, self._planned(batch, self._adjust, step), out)
 
     def _planned(self, batch: Batch, adjust: BatchAdjust, step: int) -> list[PlannedUpdate]:
@@ -186,8 +189,21 @@ class Learner:
 
     def _corrected(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         out = correction.compared(batch) if self._old_logprobs.recomputed else {}
+        self._warn_of_unweighted(batch)
         batch, found = correction.corrected(batch, self._config)
+        if self._config.async_generation_ratio:
+            found |= staleness.effective_size(batch)
         return batch, out | found
+
+    def _warn_of_unweighted(self, batch: Batch) -> None:
+        wanted = self._config.train_infer_correction
+        if self._unweighted or batch.has_infer_log_probs or wanted is None or not wanted.active:
+            return
+        self._unweighted = True
+        log.warning(
+            "the sampler gave no log-probs for some tokens (truncation by top_p, top_k?): train_infer_correction leaves"
+            " their weight at 1"
+        )
 
     async def _update_critic(self, critic: TrainRole, batch: Batch, step: int) -> dict[str, float]:
         """The critic's updates: its own U, learning rate and, for its loss, token-mean."""

@@ -11,7 +11,7 @@ from attrs import define, frozen
 from turnwise.config.schema import RunConfig
 from turnwise.contracts.rollout import RolloutResult
 from turnwise.errors import TurnwiseError
-from turnwise.pipeline import frames, metrics, report
+from turnwise.pipeline import frames, metrics, report, staleness
 from turnwise.pipeline.clock import Clock
 from turnwise.pipeline.colocation import Colocation
 from turnwise.pipeline.evaluation import Evaluation
@@ -62,6 +62,7 @@ class Loop:
         """Train the steps from `first` to max_steps. Raises Interrupted after a stop, or what went wrong; what is done
         is saved in both cases."""
         self.done = self.logged = first
+        self.clock.take()  # what was before is no step's
         values = dict[str, float]()
         try:
             for step in range(first, self.config.max_steps):
@@ -108,6 +109,7 @@ class Loop:
 
     async def _train(self, step: int, played: RolloutResult, values: dict[str, float]) -> None:
         """Everything between two versions of the policy, the new one published; `values` gets its metrics."""
+        ahead = self.rollouts.gauges()
         lesson = await self.learner.prepare(step, played)
         await self.colocation.sleep()
         learnt = await self.learner.learn(lesson)
@@ -115,10 +117,14 @@ class Loop:
         self.done = step + 1
         values |= lesson.metrics | learnt.metrics
         self.progress.history.trained(step, learnt.rates)
-        await self.rollouts.settled(step + 1)
+        with self.clock.phase("rollout"):  # the trainer waits for the sampler, as in `next`
+            await self.guard.unless_gone(self.rollouts.settled(step + 1))
         with self.clock.phase("sync"):
             await self.weights.publish(step + 1)
-        values |= metrics.throughput(values, self.clock, self.config.ppo_epochs)
+        worked = self.rollouts.worked()
+        values |= metrics.throughput(values, self.clock, self.config.ppo_epochs, worked)
+        if ahead:
+            values |= staleness.occupation(ahead, self.clock, worked)
 
     async def _finish(self, last: dict[str, float], ran: bool) -> Outcome:
         """The final checkpoint, evaluation and report. A run resumed after its last step reports again and saves

@@ -172,12 +172,12 @@ def environment_metrics(trajectories: Sequence[Trajectory], reporting: Reporting
     }
 
 
-def throughput(values: Mapping[str, float], clock: Clock, epochs: int) -> dict[str, float]:
-    """Tokens per second of a step: trained, each once an epoch, and sampled."""
+def throughput(values: Mapping[str, float], clock: Clock, epochs: int, worked: float) -> dict[str, float]:
+    """Tokens per second of a step: trained, each once an epoch, and sampled in the `worked` seconds of the sampler."""
     trained, sampled = values.get("tokens/total", 0.0) * epochs, values.get("tokens/sampled", 0.0)
     return {
         "tps/actor_train": trained / max(clock.seconds("actor_train"), 1e-9),
-        "tps/rollout": sampled / max(clock.seconds("rollout"), 1e-9),
+        "tps/rollout": sampled / max(worked, 1e-9),
     }
 
 

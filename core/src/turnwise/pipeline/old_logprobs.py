@@ -82,7 +82,9 @@ def _who_needs_the_sampler(config: RunConfig) -> tuple[str, str] | None:
     """The key that cannot do without the sampler's log-probs, and what to write instead."""
     if config.recompute_old_logprobs == "false":
         return "recompute_old_logprobs: false", "recompute_old_logprobs: auto"
-    if config.train_infer_correction is not None and config.train_infer_correction.active:
+    # Beside asynchronous training the correction is the default: tokens without a log-prob have the weight 1 there.
+    ahead = config.async_generation_ratio > 0
+    if config.train_infer_correction is not None and config.train_infer_correction.active and not ahead:
         return "train_infer_correction", "sample without truncation, or remove train_infer_correction"
     if loss_capabilities(config).needs_infer_log_probs:
         return f"pg_variant: {config.pg_variant.name}", "sample without truncation, or another pg_variant"

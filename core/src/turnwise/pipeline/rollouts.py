@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, Protocol
 
 from turnwise.config.schema import RunConfig
@@ -32,12 +33,20 @@ class RolloutSource(Protocol):
         """Undo `hold`."""
         ...
 
-    def state(self) -> dict[str, Any]:  # Any: JSON data of the source's own, which a checkpoint carries
-        """What a checkpoint must hold of what was played and not yet trained."""
+    def state(self, first: int) -> dict[str, Any]:  # Any: data of the source's own, as turnwise.data.exact writes it
+        """What a checkpoint after `first` steps must hold of what was played and not yet trained."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:  # Any: as `state`
-        """Take up a state of `state()`. Raises CheckpointError for one that this source cannot go on with."""
+        """Take up a state of `state`. Raises CheckpointError for one that this source cannot go on with."""
+        ...
+
+    def worked(self) -> float:
+        """Seconds in which episodes were played, or read, since this was last asked."""
+        ...
+
+    def gauges(self) -> dict[str, int]:
+        """How many groups wait, play and are finished; {} where nothing is played ahead."""
         ...
 
     async def close(self) -> None:
@@ -46,8 +55,10 @@ class RolloutSource(Protocol):
 
 
 class Live:
-    """Episodes are played by the scheduler, those of a step when they are asked for. So nothing plays between two calls
-    of `next`: weights may change and an evaluation may begin at any time then, without a word to the scheduler."""
+    """Episodes are played by the scheduler, up to `async_generation_ratio` steps ahead of the weights.
+
+    `next` alone admits what is played, and `settled` waits until that is finished. So nothing plays between the two
+    calls: weights change there, an evaluation plays and a checkpoint is written, without a word to the scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -57,7 +68,8 @@ class Live:
         return await self._scheduler.next_batch(step, version=version)
 
     async def settled(self, version: int) -> None:
-        """At once."""
+        """Wait for what still plays."""
+        await self._scheduler.settled(version)
 
     async def hold(self) -> None:
         """Nothing plays."""
@@ -65,13 +77,21 @@ class Live:
     async def release(self) -> None:
         """Nothing was held."""
 
-    def state(self) -> dict[str, Any]:  # Any: as RolloutSource.state
+    def state(self, first: int) -> dict[str, Any]:  # Any: as RolloutSource.state
         """The scheduler's."""
-        return self._scheduler.state()
+        return self._scheduler.state(first)
 
     def restore(self, state: dict[str, Any]) -> None:  # Any: as RolloutSource.state
         """The scheduler's."""
         self._scheduler.load_state(state)
+
+    def worked(self) -> float:
+        """Of the scheduler."""
+        return self._scheduler.worked()
+
+    def gauges(self) -> dict[str, int]:
+        """Of the scheduler."""
+        return self._scheduler.buffer.gauges() if self._scheduler.settings.async_generation_ratio else {}
 
     async def close(self) -> None:
         """Close the scheduler."""
@@ -96,11 +116,15 @@ class Dumped:
     """`rollout_mock: {mode: mock}`: nothing is played, every step is read from its file."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._config = config
+        self._config, self._read = config, 0.0
 
     async def next(self, step: int, version: int) -> RolloutResult:
         """Read the step, whatever version played it."""
-        return await asyncio.to_thread(mock.read, self._config, step)
+        began = time.perf_counter()
+        try:
+            return await asyncio.to_thread(mock.read, self._config, step)
+        finally:
+            self._read += time.perf_counter() - began
 
     async def settled(self, version: int) -> None:
         """At once."""
@@ -111,7 +135,7 @@ class Dumped:
     async def release(self) -> None:
         """Nothing was held."""
 
-    def state(self) -> dict[str, Any]:  # Any: as RolloutSource.state
+    def state(self, first: int) -> dict[str, Any]:  # Any: as RolloutSource.state
         """An empty queue, as a scheduler between two steps has it, so that a run may go on by playing."""
         return {"queue": []}
 
@@ -122,6 +146,15 @@ class Dumped:
                 "the checkpoint holds groups that were played and not trained, and rollout_mock reads others. Fix:"
                 " resume without rollout_mock."
             )
+
+    def worked(self) -> float:
+        """Of reading."""
+        read, self._read = self._read, 0.0
+        return read
+
+    def gauges(self) -> dict[str, int]:
+        """Nothing is played."""
+        return {}
 
     async def close(self) -> None:
         """There is nothing to close."""

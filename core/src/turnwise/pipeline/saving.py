@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from turnwise.config.schema import RunConfig
 from turnwise.errors import one_line
-from turnwise.pipeline import checkpoint
+from turnwise.pipeline import checkpoint, queued
 from turnwise.pipeline.clock import Clock
 from turnwise.pipeline.learner import Learner
 from turnwise.pipeline.progress import Progress
@@ -56,13 +57,17 @@ class Saving:
             for name, role in self._roles.with_state.items():
                 await self._roles.colocation.bring(name)
                 await role.load(start.folder / name)
-            self._rollouts.restore(start.state["scheduler"])
+            queue = start.state["scheduler"]
+            if isinstance(queue, dict) and queue.get("queue") == queued.FILE:
+                queue = await asyncio.to_thread(queued.read, start.folder)
+            self._rollouts.restore(queue)
             first = start.step
             log.info("resumed from %s at step %d", start.folder, first)
             before = start.state.get("config", {})
             for line in [
                 *resume.differences(before, self._plain),
                 *resume.rate_jumps(before, self._config, first),
+                *resume.differences_ahead(before, self._plain, bool(queue["queue"])),
             ]:
                 log.warning("resumed with another setting: %s", line)
         aside = checkpoint.set_aside(self._root, start)
@@ -98,20 +103,23 @@ class Saving:
             log.warning("the weights after %d steps could not be saved: %s", done, one_line(failure))
 
     async def _checkpoint(self, done: int) -> None:
+        played = self._rollouts.state(done)
         state = {
             "kl_coef": self._learner.kl_coef,
-            "scheduler": self._rollouts.state(),
+            "scheduler": {"queue": queued.FILE} if played["queue"] else played,
             "history": self._progress.history.to_plain(),
             "reporting": self._progress.reporting.to_plain(),
             "config": self._plain,
         }
-        saved = await checkpoint.save(self._root, done, state, self._write)
+        saved = await checkpoint.save(self._root, done, state, partial(self._write, played))
         self._progress.saved, self._progress.saved_step = saved, done
         # Only when the new one is whole: whatever goes wrong, there is an older one.
         checkpoint.prune(self._root, self._config.max_ckpt_to_keep)
         log.info("saved %s", saved)
 
-    async def _write(self, folder: Path) -> None:
+    async def _write(self, played: dict[str, Any], folder: Path) -> None:  # Any: as RolloutSource.state
+        if played["queue"]:
+            await asyncio.to_thread(queued.write, folder, played)
         for name, role in self._roles.with_state.items():
             await self._roles.colocation.bring(name)
             await role.save(folder / name)

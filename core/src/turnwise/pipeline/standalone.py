@@ -75,12 +75,13 @@ def for_debugging(config: RunConfig) -> RunConfig:
     )
     inline = {tag: evolve(env, step="inline") for tag, env in config.custom_envs.items()}
     infer = evolve(config.actor_infer, request_timeout=math.inf)
-    return evolve(config, val_env_manager=manager, custom_envs=inline, actor_infer=infer)
+    return evolve(config, val_env_manager=manager, custom_envs=inline, actor_infer=infer, stall_timeout=math.inf)
 
 
 def patient(config: RunConfig) -> RunConfig:
     """No time limit on responses: a person answers."""
-    return evolve(config, actor_infer=evolve(config.actor_infer, request_timeout=math.inf))
+    infer = evolve(config.actor_infer, request_timeout=math.inf)
+    return evolve(config, actor_infer=infer, stall_timeout=math.inf)
 
 
 async def play(

@@ -118,6 +118,7 @@ def scheduler(
         async_generation_ratio=config.async_generation_ratio,
         # An evaluation is a batch of its own and ends by itself.
         max_steps=None if evaluation else config.max_steps,
+        stall_timeout=config.stall_timeout,
     )
     # A backend that takes messages renders them itself: a chat format here would be a second one.
     plans, chat = tag_plans(config, manager, args, base), chat if backend.input == "ids" else None

@@ -87,6 +87,20 @@ def notes(config: RunConfig) -> list[str]:
     ]
 
 
+def at_the_same_time(config: RunConfig, role: str) -> list[str]:
+    """A training role on devices of the sampler, which plays while it trains."""
+    ratio, devices = config.async_generation_ratio, assembly.devices(config)
+    shared = sorted(set(devices[role]) & set(devices["actor_infer"])) if ratio and role != "actor_infer" else []
+    if not shared:
+        return []
+    number = ", ".join(map(str, shared))
+    implicit = " (the runtime's choice)" if not config.actor_infer.device_mapping else ""
+    return [
+        f"$.async_generation_ratio: {ratio} plays while the trainer trains, and $.actor_infer.device_mapping{implicit}"
+        f" shares device {number} with {role}. Fix: devices of its own for actor_infer, or async_generation_ratio: 0"
+    ]
+
+
 def one_process(config: RunConfig, role: str) -> list[str]:
     """A training role of several devices where the runtime has one process, which drives one device."""
     mapping = assembly.role_of(config, role).device_mapping

@@ -23,7 +23,7 @@ from turnwise.devices import visible_gpus
 from turnwise.errors import CheckpointError, ConfigError, MachineError, PluginError, Problem, TurnwiseError, one_line
 from turnwise.importing import StrangerError, guarded
 from turnwise.planning import assembly, builders, resume, transport
-from turnwise.planning.device_problems import device_problems, one_process, sleepless, undividable
+from turnwise.planning.device_problems import at_the_same_time, device_problems, one_process, sleepless, undividable
 from turnwise.planning.schedules import schedule_of
 from turnwise.plugins import registry
 from turnwise.rollout import mock
@@ -50,7 +50,7 @@ def preflight(config: RunConfig, base: Path, lacks: Sequence[str] = (), missing:
         wrong += one_process(config, role)
         for problem in _role_problems(config, role, kind, choice):
             (lacks if problem.machine else wrong).append(str(problem))
-        wrong += [*undividable(config, role, wrong), *sleepless(config, role)]
+        wrong += [*undividable(config, role, wrong), *sleepless(config, role), *at_the_same_time(config, role)]
     if (config.num_gpus_per_node or 0) > (gpus := visible_gpus()):
         lacks.append(
             f"num_gpus_per_node: {config.num_gpus_per_node} GPUs are expected, found {gpus}. Fix: the number there is,"

@@ -31,6 +31,7 @@ MAY_CHANGE = frozenset(
         "render_save_dir",
         "rollout_dump_dir",
         "resume_from_checkpoint",
+        "async_generation_ratio",
         "max_steps",
         "save_steps",
         "plugins",
@@ -188,6 +189,25 @@ def rate_jumps(before: Mapping[str, Any], now: RunConfig, step: int) -> list[str
 
 def _rate(args: TrainingArgs, max_steps: int, step: int) -> float:
     return learning_rate(args.learning_rate, schedule_of(args, max_steps), step, 0, 1, max_steps)
+
+
+def differences_ahead(before: Mapping[str, Any], now: Mapping[str, Any], queued: bool) -> list[str]:
+    """What other settings mean for episodes that are played ahead of the weights, one line each. `queued`: whether the
+    checkpoint holds any."""
+    ratio, was = now.get("async_generation_ratio", 0), before.get("async_generation_ratio", 0)
+    lines = []
+    if ratio < was:
+        rest = ": what was played further ahead is trained first" if queued else ""
+        lines.append(f"async_generation_ratio was {was}, is {ratio}{rest}")
+    elif ratio > was:
+        lines.append(f"async_generation_ratio was {was}, is {ratio}: no longer bit for bit the run that was saved")
+    steps, planned = now.get("max_steps", 0), before.get("max_steps", 0)
+    if ratio and was and steps > planned:
+        lines.append(
+            f"max_steps was {planned}, is {steps}: nothing was played past it, so the run is no longer bit for bit that"
+            " of one which was longer from the start"
+        )
+    return lines
 
 
 def step_of(folder: Path) -> int:

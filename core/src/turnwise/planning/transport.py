@@ -27,8 +27,8 @@ def choose(config: RunConfig) -> str:
     """The first of the backend's transports (best first) that the trainer offers and that works in this run. Raises
     ConfigError: there is none.
 
-    `shared` needs one process and one dtype. `process_group` needs devices of the backend's own: NCCL has no two ranks
-    of a group on one GPU.
+    `shared` needs one process, one dtype, and that nothing samples while the trainer steps. `process_group` needs
+    devices of the backend's own: NCCL has no two ranks of a group on one GPU.
     """
     train, infer = config.actor_train, config.actor_infer
     runtime = declared(RuntimeCapabilities, config.runtime.name, config.runtime.config)
@@ -44,7 +44,7 @@ def choose(config: RunConfig) -> str:
     offered, taken = _transports(strategy, trainer, runtime), _transports(sampler, backend, runtime)
     excluded = set()
     # A module of another dtype cannot be the same one.
-    if not runtime.one_process or train.model_args.dtype != infer.model_args.dtype:
+    if not runtime.one_process or train.model_args.dtype != infer.model_args.dtype or config.async_generation_ratio:
         excluded.add("shared")
     if set(trainer.devices) & set(backend.devices):
         excluded.add("process_group")
@@ -58,6 +58,12 @@ def _nothing(config: RunConfig, offered: tuple[str, ...], taken: tuple[str, ...]
     """Why no transport is left."""
     common = set(offered) & set(taken)
     dtypes = [config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype]
+    if common == {"shared"} and config.async_generation_ratio:
+        return (
+            f"$.async_generation_ratio: {config.async_generation_ratio}: the weights of this backend are shared with"
+            " the trainer, which would change them while they sample. Fix: async_generation_ratio: 0, or another"
+            " backend"
+        )
     if common == {"shared"} and not runtime.one_process:
         return (
             f"$.runtime: the weights of this backend are shared with the trainer, and runtime {config.runtime.name!r}"

@@ -76,13 +76,14 @@ class Group:
 @define(eq=False)
 class Step:
     """The groups of one step, by slot: at any time one group in each. `render`: of how many episodes of a tag frames
-    are wanted."""
+    are wanted. `taken`: its episodes were given out, and are kept until they are trained."""
 
     number: int
     render: int
     planned: int
     groups: dict[int, Group] = field(factory=dict)
     unfinished: int = 0
+    taken: bool = False
 
     def count(self, name: str) -> int:
         """A number over all its groups and those that they replaced."""
@@ -97,7 +98,7 @@ class Step:
 
 
 class GroupBuffer:
-    """Holds the groups of every admitted step until it is taken. It starts nothing and knows no clock.
+    """Holds the groups of every admitted step until it is trained. It starts nothing and knows no clock.
 
     Group s of step q has the serial number q·G + s (G: groups a step), its r-th replacement that plus r·2**32; seeds
     and tasks follow from it, so the order in which groups finish changes nothing. What waits is ordered by (step, slot,
@@ -121,10 +122,15 @@ class GroupBuffer:
         return len(self._steps)
 
     def step(self, number: int) -> Step:
-        """A step that was admitted and not yet taken."""
+        """A step that was admitted and not yet forgotten."""
         return self._steps[number]
 
-    # ---------------------------------------------------------------- a step from its admission until it is taken
+    @property
+    def whole(self) -> bool:
+        """Whether every admitted step is finished, replacements included."""
+        return not any(step.unfinished for step in self._steps.values())
+
+    # ---------------------------------------------------------------- a step from its admission until it is trained
 
     def admit(self, step: int, *, render: int = 0) -> bool:
         """Let the groups of a step wait to be played. False, and nothing happens, from `max_steps` on: nobody would
@@ -169,10 +175,22 @@ class GroupBuffer:
         return not self._steps[step].unfinished
 
     def take(self, step: int) -> RolloutResult:
-        """A finished step, in (group, member) order, whatever the order in which it was played. The buffer forgets
-        it."""
+        """A finished step, in (group, member) order, whatever the order in which it was played. The buffer holds it
+        until `forget`: what was not trained is still to be saved."""
         assert self.finished(step)
-        return _result(self._steps.pop(step))
+        self._steps[step].taken = True
+        return _result(self._steps[step])
+
+    def forget(self, before: int) -> None:
+        """The steps below `before` are trained."""
+        for number in [number for number in self._steps if number < before]:
+            del self._steps[number]
+
+    def give_up(self) -> None:
+        """Forget the steps that are not finished; they will be admitted, and played, from their beginning."""
+        for number in [number for number, step in self._steps.items() if step.unfinished]:
+            del self._steps[number]
+        self._waiting.clear()
 
     def clear(self) -> None:
         """Forget everything."""
@@ -180,10 +198,10 @@ class GroupBuffer:
         self._waiting.clear()
 
     def gauges(self) -> dict[str, int]:
-        """How many groups wait (no member has begun), play and are finished."""
+        """How many groups wait (no member has begun), play, and are finished and not yet taken."""
         found = dict.fromkeys(("waiting", "playing", "finished"), 0)
         for step in self._steps.values():
-            for group in step.groups.values():
+            for group in () if step.taken else step.groups.values():
                 begun = group.playing or group.outcomes
                 found["finished" if group.finished else "playing" if begun else "waiting"] += 1
         return found
@@ -219,13 +237,15 @@ class GroupBuffer:
 
     # ---------------------------------------------------------------- as plain data
 
-    def snapshot(self) -> list[dict[str, Any]]:  # Any: records of several shapes, as `turnwise.data.exact` writes them
-        """Every group under way, in (step, slot) order, as lists, dicts, numbers, trajectories and samples.
+    def snapshot(self, first: int = 0) -> list[dict[str, Any]]:  # Any: records of several shapes, as data.exact's
+        """Every group of the steps from `first` on, in (step, slot) order, as lists, dicts, numbers, trajectories and
+        samples.
 
         A member that has ended is kept as what it played; one that waits or plays by its identity alone: group, member
         and the attempt that it is at, which `restore` begins again.
         """
-        return [_written(step.groups[slot]) for _, step in sorted(self._steps.items()) for slot in sorted(step.groups)]
+        steps = [step for number, step in sorted(self._steps.items()) if number >= first]
+        return [_written(step.groups[slot]) for step in steps for slot in sorted(step.groups)]
 
     def restore(self, groups: Iterable[dict[str, Any]]) -> None:  # Any: as `snapshot`
         """Take up a `snapshot`, in place of all that is here: ended members are taken as they are, all others wait.
@@ -235,6 +255,11 @@ class GroupBuffer:
         try:
             for record in groups:
                 self._read(record)
+            if any(len(step.groups) != len(self._slots) for step in self._steps.values()):
+                raise CheckpointError(
+                    f"the checkpoint's queue was filled with other groups a step than the {len(self._slots)} of this"
+                    " run. Fix: the num_env_groups that it was saved with, or another checkpoint."
+                )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             self.clear()
             if isinstance(error, CheckpointError):

@@ -24,6 +24,9 @@ from turnwise.rollout.sweeper import Sweeper
 
 logger = logging.getLogger(__name__)
 
+MANAGER = "its environment manager"
+"""What an episode waits for between its calls to the environment and to the model."""
+
 
 class Pool:
     """The environments of one tag. Idle ones are reused; what failed is never used again. `starts`: how many processes
@@ -70,13 +73,19 @@ class Pool:
 class HostedEnvironment:
     """The environment of one episode, as its manager sees it (turnwise.contracts.env_manager.EpisodeEnvironment).
 
-    With `frames`, what `render()` returns after each call is appended there.
+    With `frames`, what `render()` returns after each call is appended there. `note` is told what the episode waits for.
     """
 
-    __slots__ = ("_frames", "_gate", "_host", "_options", "_seed", "_settings", "_tag")
+    __slots__ = ("_frames", "_gate", "_host", "_note", "_options", "_seed", "_settings", "_tag")
 
     def __init__(
-        self, host: Host, pool: Pool, seed: int, options: dict[str, int] | None, frames: list[Frame] | None
+        self,
+        host: Host,
+        pool: Pool,
+        seed: int,
+        options: dict[str, int] | None,
+        frames: list[Frame] | None,
+        note: Callable[[str], None],
     ) -> None:
         self._host = host
         self._gate = pool.gate
@@ -85,9 +94,11 @@ class HostedEnvironment:
         self._seed = seed
         self._options = options
         self._frames = frames
+        self._note = note
 
     async def reset(self) -> tuple[Any, dict[str, Any]]:  # Any: an observation, and what an environment informs of
         """Reset with the group's seed and options. Raises EnvironmentFailure."""
+        self._note("its environment's reset")
         async with self._gate:
             result = await self._host.call(
                 "reset", self._settings.reset_timeout, seed=self._seed, options=self._options
@@ -95,17 +106,20 @@ class HostedEnvironment:
             checked = check_reset(result, self._tag)
             if self._frames is not None:
                 await self._render(self._frames)
+        self._note(MANAGER)
         return checked
 
     async def step(
         self, action: str, response: Response | None = None
     ) -> tuple[Any, float, bool, bool, dict[str, Any]]:  # Any: as in `reset`
         """One step. Raises EnvironmentFailure."""
+        self._note("its environment's step")
         async with self._gate:
             result = await self._host.call("step", self._settings.step_timeout, action=action, response=response)
             checked = check_step(result, self._tag)
             if self._frames is not None:
                 await self._render(self._frames)
+        self._note(MANAGER)
         return checked
 
     async def _render(self, frames: list[Frame]) -> None:
@@ -126,7 +140,8 @@ class Requests:
     """A backend behind its boundary: a request's timeout, and what was given up and must be aborted (appended to
     `given_up`).
 
-    `stop` is called with an EngineError when a request takes longer than `request_timeout`.
+    `stop` is called with an EngineError when a request takes longer than `request_timeout`; `note` is told what the
+    episode waits for.
     """
 
     def __init__(
@@ -136,15 +151,18 @@ class Requests:
         sweeper: Sweeper,
         stop: Callable[[TurnwiseError], None],
         given_up: list[tuple[InferenceBackend, Request]],
+        note: Callable[[str], None],
     ) -> None:
         self.backend = backend
         self.settings = settings
         self.given_up = given_up
         self._sweeper = sweeper
         self._stop = stop
+        self._note = note
 
     async def send(self, request: Request) -> Generation:
         """The backend's answer. Whatever it raises becomes an EngineError."""
+        self._note("the model's answer")
         key = self._sweeper.watch(self.settings.request_timeout, partial(self._expire, request))
         try:
             return await self.backend.generate(request)
@@ -160,6 +178,7 @@ class Requests:
             ) from error
         finally:
             self._sweeper.release(key)
+            self._note(MANAGER)
 
     def _expire(self, request: Request) -> None:
         seconds = f"{self.settings.request_timeout:g} s"

@@ -4,7 +4,8 @@ alive."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from turnwise.contracts.rollout import (
 from turnwise.errors import CheckpointError, EngineError, EnvironmentFailure, TurnwiseError, one_line
 from turnwise.rollout.buffer import Group, GroupBuffer, Place
 from turnwise.rollout.occupancy import Occupancy
+from turnwise.rollout.watchdog import Watchdog
 from turnwise.rollout.worker import GRACE_SECONDS, LocalExecutor
 
 
@@ -46,24 +48,33 @@ class Scheduler:
         self.executor = LocalExecutor(self.plans, settings, backend, chat) if executor is None else executor
         self.buffer = GroupBuffer(self.plans, settings)
         self._occupancy = Occupancy(backend)
+        self._watchdog = Watchdog(self.executor, settings.stall_timeout)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._worked, self._noted = 0.0, time.perf_counter()
 
     async def next_batch(self, step: int, *, version: int) -> RolloutResult:
-        """All groups of pipeline step `step`, played with the weights of `version`.
+        """All groups of pipeline step `step`, while the backend serves the weights of `version`.
 
+        First admits what these weights may play: the groups of the steps up to version + r, r the
+        `async_generation_ratio`, as far as `max_steps` goes. Those of later steps go on playing after the return.
         Raises EngineError (the backend failed or did not answer), or EnvironmentFailure past `max_env_failure_rate`.
-        With an `async_generation_ratio` r, groups of the steps up to version + r are started too, as far as `max_steps`
-        goes, and go on playing after the return.
         """
         assert not self.settings.evaluation, "next_batch belongs to training"
-        ratio = self.settings.async_generation_ratio
-        for ahead in range(step, step + ratio + 1):
-            if ahead not in self.buffer and (ahead == step or ahead - ratio <= version):
+        self.buffer.forget(step)
+        for ahead in range(step, version + self.settings.async_generation_ratio + 1):
+            if ahead not in self.buffer:
                 self.buffer.admit(ahead)
-        assert step in self.buffer, "a step past max_steps is none of the run's"
-        return await self._finish(step)
+        assert step in self.buffer, "neither a step past max_steps nor one that these weights may not play is asked for"
+        await self._play(lambda: self.buffer.finished(step))
+        return self.buffer.take(step)
+
+    async def settled(self, version: int) -> None:
+        """Wait until the weights of `version` may take the place of those that serve: until every admitted group is
+        finished, so that each step is played with one version. Errors as `next_batch`."""
+        self.buffer.forget(version)
+        await self._play(lambda: self.buffer.whole)
 
     async def evaluate(self, *, render: int = 0) -> RolloutResult:
         """The fixed tasks of an evaluation: serials 0…G−1, of a data set rows 0…n−1 per tag. Nothing is replaced; what
@@ -71,11 +82,28 @@ class Scheduler:
         tag. Errors as `next_batch`."""
         assert self.settings.evaluation, "evaluate needs settings with evaluation=True"
         self.buffer.admit(0, render=render)
-        return await self._finish(0)
+        await self._play(lambda: self.buffer.finished(0))
+        played = self.buffer.take(0)
+        self.buffer.clear()
+        return played
 
-    def state(self) -> dict[str, Any]:  # Any: as `GroupBuffer.snapshot`
-        """What a checkpoint must hold: the queue of groups, which between two synchronous batches is empty."""
-        return {"queue": self.buffer.snapshot()}
+    def worked(self) -> float:
+        """Seconds in which any episode was alive, since this was last asked."""
+        self._note_work()
+        worked, self._worked = self._worked, 0.0
+        return worked
+
+    def _note_work(self) -> None:
+        """Before the number of tasks changes: what has passed was spent with those there are."""
+        now = time.perf_counter()
+        if self._tasks:
+            self._worked += now - self._noted
+        self._noted = now
+
+    def state(self, first: int = 0) -> dict[str, Any]:  # Any: as `GroupBuffer.snapshot`
+        """What a checkpoint after `first` steps must hold: the queue of groups, which between two synchronous batches
+        is empty."""
+        return {"queue": self.buffer.snapshot(first)}
 
     def load_state(self, state: dict[str, Any]) -> None:  # Any: as `state`
         """Take up a state of `state()`. Raises CheckpointError for one that this run cannot go on with."""
@@ -90,23 +118,21 @@ class Scheduler:
         await self._abort()
         await self.executor.close()
 
-    # ---------------------------------------------------------------- a step from beginning to end
+    # ---------------------------------------------------------------- from beginning to end
 
-    async def _finish(self, step: int) -> RolloutResult:
-        """Play until the step is finished. One failure ends all that plays: later steps are of no use without this
-        one."""
+    async def _play(self, until: Callable[[], bool]) -> None:
+        """Play until something is so. One failure ends all that plays: later steps are of no use without this one."""
         try:
             if self._failure is None:
                 self._fill()
-            while not self.buffer.finished(step):
+            while not until():
                 if self._failure is not None:
                     raise self._failure
                 self._waiter = asyncio.get_running_loop().create_future()
-                await self._waiter
+                await self._watchdog.wait(self._waiter)
         except BaseException:
             await self._abort()
             raise
-        return self.buffer.take(step)
 
     def _fail(self, error: BaseException) -> None:
         """End what plays with this error; the first one counts."""
@@ -119,9 +145,12 @@ class Scheduler:
             self._waiter.set_result(None)
 
     async def _abort(self) -> None:
-        """Cancel every episode and abort its request, without waiting for anything that hangs."""
-        began, tasks = len(self.buffer) > 0, list(self._tasks)
-        self.buffer.clear()
+        """Cancel every episode and abort its request, without waiting for anything that hangs. Steps that are finished
+        stay: they may be saved."""
+        tasks = list(self._tasks)
+        began = bool(tasks) or not self.buffer.whole
+        self.buffer.give_up()
+        self._note_work()
         # `_member` and `_left` look here: what was given up changes neither the buffer nor the failure any more.
         self._tasks.clear()
         for task in tasks:
@@ -136,6 +165,7 @@ class Scheduler:
     def _fill(self) -> None:
         """Start waiting episodes as far as `max_concurrent` allows, then report how many are alive, before any can
         ask."""
+        self._note_work()
         limit = None if self.settings.max_concurrent is None else self.settings.max_concurrent * self.executor.workers
         while limit is None or len(self._tasks) < limit:
             if (waiting := self.buffer.start()) is None:
@@ -166,6 +196,7 @@ class Scheduler:
             group.counts["dropped_members"] += 1
         if task in self._tasks and self._failure is None:  # else nothing is started any more
             # Its group may be over: the replacement takes its place in one change of the number alive.
+            self._note_work()
             self._tasks.discard(task)
             self.buffer.end(group, member, outcome)
             try:
@@ -182,6 +213,7 @@ class Scheduler:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if task not in self._tasks:  # its member has its outcome, or `_abort` has given it up
             return
+        self._note_work()
         self._tasks.discard(task)
         place = f"{group.plan.tag}, group {group.serial}, member {member}"
         if isinstance(error, asyncio.CancelledError):

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from turnwise.contracts.chat import Chat
 from turnwise.contracts.env_manager import Episode
@@ -16,6 +17,7 @@ from turnwise.data.numbers import LARGEST_REWARD
 from turnwise.data.trajectory import Trajectory
 from turnwise.errors import EngineError, EnvironmentFailure, PluginError, TurnwiseError, boundary, one_line
 from turnwise.rollout.episode import EpisodeSampler, HostedEnvironment, Pool, Requests
+from turnwise.rollout.standing import Standing
 from turnwise.rollout.sweeper import Sweeper
 
 logger = logging.getLogger(__name__)
@@ -51,16 +53,19 @@ class LocalExecutor:
         starts = asyncio.Semaphore(max(1, cores() // sharing))
         self._pools = {plan.tag: Pool(plan, settings, self._sweeper, starts) for plan in plans}
         self._playing = 0
+        self.standing = Standing()
         self._given_up: list[tuple[InferenceBackend, Request]] = []
         self._players: dict[str, dict[str, InferenceBackend]] = {}
 
     async def play(self, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]) -> Played:
         """As Executor.play; an exception of the manager passes as it is."""
         self._playing += 1
+        self.standing.at(spec, "an environment")
         try:
             return await self._play(spec, stop)
         finally:
             self._playing -= 1
+            self.standing.left(spec)
             if not self._playing:
                 self._sweeper.stop()
 
@@ -71,7 +76,9 @@ class LocalExecutor:
         host = await pool.take()
         try:
             episode = Episode(
-                environment=HostedEnvironment(host, pool, spec.seed, spec.options, frames),
+                environment=HostedEnvironment(
+                    host, pool, spec.seed, spec.options, frames, partial(self.standing.at, spec)
+                ),
                 chat=self.chat,
                 limits=plan.limits,
                 tag=spec.tag,
@@ -115,7 +122,9 @@ class LocalExecutor:
     def _sampler(
         self, backend: InferenceBackend, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]
     ) -> EpisodeSampler:
-        requests = Requests(backend, self.settings, self._sweeper, stop, self._given_up)
+        requests = Requests(
+            backend, self.settings, self._sweeper, stop, self._given_up, partial(self.standing.at, spec)
+        )
         return EpisodeSampler(requests, spec.tag, spec.seed, spec.group, spec.member, spec.attempt)
 
     def _players_of(self, plan: TagPlan) -> Mapping[str, InferenceBackend]:
@@ -123,6 +132,14 @@ class LocalExecutor:
         if plan.tag not in self._players:
             self._players[plan.tag] = {name: build() for name, build in plan.samplers.items()}
         return self._players[plan.tag]
+
+    def moved(self) -> int:
+        """As Executor.moved."""
+        return self.standing.moved
+
+    def waits(self) -> list[str]:
+        """As Executor.waits."""
+        return self.standing.lines()
 
     async def abort(self) -> None:
         """Abort at the backend what was given up, within the grace; an error in it is logged, for nobody can act on

@@ -260,6 +260,16 @@ def _prefixes(edit: Edit) -> None:
         at(edit.data, edit.path[:-1])[edit.path[-1]] = [name.strip() for name in edit.value.split(",") if name.strip()]
 
 
+def _ratio(edit: Edit) -> None:
+    """The field's files write floats, of which the whole ones are numbers of batches."""
+    if isinstance(edit.value, float) and edit.value.is_integer():
+        at(edit.data, edit.path[:-1])[edit.path[-1]] = int(edit.value)
+        edit.note(f"{edit.value} is {int(edit.value)} here")
+    elif type(edit.value) is not int:
+        edit.refuse(f"{edit.value!r}: {edit.path[-1]} must be a whole number, at least 0", "0, 1 or 2")
+        edit.drop()
+
+
 def _old_logprobs(edit: Edit) -> None:
     if isinstance(edit.value, bool):
         edit.data["recompute_old_logprobs"] = str(edit.value).lower()
@@ -375,5 +385,5 @@ RULES: tuple[Rule, ...] = (
     Rule("max_actions_per_traj", _turns, "a turn is one action"),
     Rule("MANAGER.format_penalty", _manager_penalty, "the tag's manager finds the action"),
     # --- features that this version lacks
-    Rule("async_generation_ratio", later(0, plans=True), "asynchronous training"),
+    Rule("async_generation_ratio", _ratio, "a number of batches"),
 )  # fmt: skip

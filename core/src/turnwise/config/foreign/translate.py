@@ -121,10 +121,9 @@ def ignore(*harmless: Any, fix: str = "") -> Action:
     return action
 
 
-def later(*off: Any, keep: bool = True, plans: bool = False) -> Action:
-    """A feature that this version lacks: refused unless it is switched off. `keep` False: the schema has no such key.
-
-    `plans`: the configuration is right, and will run with a later version; `turnwise plan` can do its arithmetic."""
+def later(*off: Any, keep: bool = True) -> Action:
+    """A feature that this version lacks: refused unless it is switched off. `keep` False: the schema has no such
+    key."""
 
     def action(edit: Edit) -> None:
         # 0 == False in Python, so the kind has to agree too.
@@ -134,9 +133,6 @@ def later(*off: Any, keep: bool = True, plans: bool = False) -> Action:
                 f"{edit.path[-1]} = {edit.value!r}: {edit.why} is not supported by this version",
                 f"remove the key{shown}",
             )
-            if plans:
-                edit.report.miss(edit.path, f"{what}. Fix: {fix}.", "`plan` does its arithmetic all the same")
-                return
             edit.refuse(what, fix)
             edit.drop()
         elif not keep:

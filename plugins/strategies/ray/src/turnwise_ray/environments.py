@@ -16,6 +16,7 @@ from attrs import define, evolve, field
 from turnwise.contracts.chat import Chat
 from turnwise.contracts.rollout import EnvironmentTimeout, EpisodeSpec, Played, RolloutSettings, TagPlan, WorkerLost
 from turnwise.errors import EnvironmentFailure, MachineError, TurnwiseError, one_line
+from turnwise.rollout.standing import Standing
 from turnwise.rollout.worker import LocalExecutor
 from turnwise_ray.actors import WATCH_SECONDS, Answer, Home, Process, death, packed, process, result, unpacked
 from turnwise_ray.backend import RayBackend
@@ -56,6 +57,10 @@ class EnvWorker(Process):
         """Which engines serve now."""
         for _, router in getattr(self, "_executors", {}).values():
             router.serve(members, failed)
+
+    async def moved(self) -> int:
+        """Calls that the episodes of all executors here have begun or ended."""
+        return sum(executor.moved() for executor, _ in getattr(self, "_executors", {}).values())
 
     async def play(self, number: int, spec: EpisodeSpec) -> Answer:
         """One attempt at one episode."""
@@ -115,6 +120,7 @@ class _Worker:
     number: int
     actor: Any = None
     load: int = 0
+    moved: int = 0
     restarts: int = 0
     open: set[int] = field(factory=set)
     starting: asyncio.Lock = field(factory=asyncio.Lock)
@@ -179,7 +185,7 @@ class Workers:
                 " start_timeout"
             ) from error
         self.cluster.follow(actor, where)
-        watch = asyncio.get_running_loop().create_task(self._watch(actor))
+        watch = asyncio.get_running_loop().create_task(self._watch(worker, actor))
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
 
@@ -195,11 +201,11 @@ class Workers:
         opened.unwrap(where, EnvironmentFailure)
         worker.open.add(number)
 
-    async def _watch(self, actor: Any) -> None:
+    async def _watch(self, worker: _Worker, actor: Any) -> None:
         """End a worker that answers nothing: whoever waits for it learns that it died."""
         while True:
             # Any call answers while the worker's event loop runs: an environment that blocks it answers none.
-            call = asyncio.ensure_future(result(actor.node.remote()))
+            call = asyncio.ensure_future(result(actor.moved.remote()))
             # The second half counts where this process was stopped, too.
             for _ in range(2):
                 await asyncio.wait([call], timeout=self.config.env_worker_timeout / 2)
@@ -210,6 +216,7 @@ class Workers:
                 return
             if call.exception() is not None:  # it died
                 return
+            worker.moved = call.result()
             await asyncio.sleep(WATCH_SECONDS)
 
     def died(self, worker: _Worker, actor: Any, error: BaseException) -> WorkerLost:
@@ -258,6 +265,7 @@ class RayExecutor:
         self.workers = len(workers.all)
         self._pool = workers
         self._number = next(workers.serials)
+        self._standing = Standing()
         # A manager holds environments and locks of this process: each worker makes its own from the plan's builder.
         shares = [
             evolve(plan, manager=_MADE_THERE, max_concurrent_steps=_share(plan.max_concurrent_steps, self.workers))
@@ -270,6 +278,7 @@ class RayExecutor:
         """As Executor.play. Raises WorkerLost where the worker died."""
         worker = self._pool.least()
         worker.load += 1
+        self._standing.at(spec, _name(worker))
         actor = None
         try:
             actor = await self._pool.ready(worker, self._number, self._stage)
@@ -280,11 +289,20 @@ class RayExecutor:
             raise self._pool.died(worker, actor or worker.actor, error) from error
         finally:
             worker.load -= 1
+            self._standing.left(spec)
         if answer.failure is not None and answer.failure.kind in _ENVIRONMENT:
             answer.log_records(_name(worker))
             raise _ENVIRONMENT[answer.failure.kind](answer.failure.text)
         played: Played = answer.unwrap(_name(worker), EnvironmentFailure)
         return played
+
+    def moved(self) -> int:
+        """As Executor.moved; what moves in a worker is asked every WATCH_SECONDS."""
+        return self._standing.moved + sum(worker.moved for worker in self._pool.all)
+
+    def waits(self) -> list[str]:
+        """The worker of each episode."""
+        return self._standing.lines()
 
     async def abort(self) -> None:
         """Cancel what the workers still play for this executor."""

@@ -1,0 +1,106 @@
+"""The keys of asynchronous training: what they take, what they switch on, and what cannot stand beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from turnwise.config import Loaded
+from turnwise.config.schema import TrainInferCorrection
+from turnwise.errors import ConfigError
+
+Run = Callable[..., Loaded]
+AHEAD = "async_generation_ratio=1"
+OFF = TrainInferCorrection()
+
+
+@pytest.mark.parametrize(("written", "read"), [("0", 0), ("2", 2), ("0.0", 0), ("1.0", 1)])
+def test_a_whole_number_is_taken_also_as_a_float(run_yaml: Run, written: str, read: int) -> None:
+    loaded = run_yaml("", f"async_generation_ratio={written}")
+    assert loaded.config.async_generation_ratio == read
+    assert type(loaded.config.async_generation_ratio) is int
+    assert any(f"{written} is {read} here" in note for note in loaded.notes) == ("." in written)
+
+
+@pytest.mark.parametrize("value", ["0.5", "-1", "-1.0", "'1'", "one", "true", "null", ".inf", ".nan", "[1]"])
+def test_what_is_no_number_of_batches_is_refused(run_yaml: Run, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"\$\.async_generation_ratio: .*at least 0"):
+        run_yaml("", f"async_generation_ratio={value}")
+
+
+def test_a_correction_by_weights_is_on_unless_the_file_decides(run_yaml: Run) -> None:
+    loaded = run_yaml("", AHEAD)
+    assert loaded.config.train_infer_correction is not None
+    weight = loaded.config.train_infer_correction.is_weight
+    assert (weight.enabled, weight.weight_type, weight.lower_bound, weight.upper_bound) == (True, "token", 0.0, 2.0)
+    assert any("$.async_generation_ratio: 1 switches train_infer_correction.is_weight on" in n for n in loaded.notes)
+    assert run_yaml("").config.train_infer_correction is None
+
+
+def test_a_correction_that_is_written_stands_as_it_is(run_yaml: Run) -> None:
+    loaded = run_yaml("", AHEAD, "train_infer_correction={is_weight: {enabled: true, upper_bound: 5}}")
+    assert loaded.config.train_infer_correction is not None
+    assert loaded.config.train_infer_correction.is_weight.upper_bound == 5
+    assert not [n for n in loaded.notes + loaded.warnings if "train_infer_correction" in n]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("null", "$.train_infer_correction: null beside async_generation_ratio 1: nothing corrects for the age"),
+        (
+            "{is_weight: {enabled: false}}",
+            "$.train_infer_correction.is_weight.enabled: false beside async_generation_ratio 1",
+        ),
+    ],
+)
+def test_a_correction_that_is_switched_off_stays_off_with_a_warning(run_yaml: Run, written: str, expected: str) -> None:
+    loaded = run_yaml("", AHEAD, f"train_infer_correction={written}")
+    assert (loaded.config.train_infer_correction or OFF).is_weight.enabled is False
+    assert any(expected in warning for warning in loaded.warnings)
+
+
+def test_a_bound_alone_is_that_of_the_weights(run_yaml: Run) -> None:
+    loaded = run_yaml("", AHEAD, "train_infer_correction.is_weight.upper_bound=5")
+    assert loaded.config.train_infer_correction is not None
+    assert loaded.config.train_infer_correction.is_weight.enabled
+    assert loaded.config.train_infer_correction.is_weight.upper_bound == 5
+
+
+def test_filters_alone_get_the_weights_beside_them(run_yaml: Run) -> None:
+    loaded = run_yaml("", AHEAD, "train_infer_correction={filters: [{ratio_enabled: true}]}")
+    assert loaded.config.train_infer_correction is not None
+    assert loaded.config.train_infer_correction.is_weight.enabled
+    assert len(loaded.config.train_infer_correction.filters) == 1
+
+
+def test_a_loss_with_a_ratio_to_the_sampler_gets_no_weights(run_yaml: Run) -> None:
+    loaded = run_yaml("", AHEAD, "pg_variant=dppo")
+    assert loaded.config.train_infer_correction is None
+    assert not [line for line in loaded.notes + loaded.warnings if "train_infer_correction" in line]
+
+
+def test_old_log_probs_of_the_sampler_are_refused(run_yaml: Run) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_yaml("", AHEAD, "recompute_old_logprobs=false")
+    (line,) = error.value.problems
+    assert "$.recompute_old_logprobs: false beside async_generation_ratio 1" in line
+
+
+def test_a_way_of_updating_has_no_effect_where_nothing_is_ahead(run_yaml: Run) -> None:
+    loaded = run_yaml("", "weight_update=between_turns")
+    assert any("$.weight_update: has no effect: async_generation_ratio is 0" in warning for warning in loaded.warnings)
+
+
+def test_the_timeout_of_all_is_above_those_of_the_calls(run_yaml: Run) -> None:
+    assert run_yaml("").config.stall_timeout == 900
+    assert run_yaml("", "actor_infer.request_timeout=2000").config.stall_timeout == 3000
+    with pytest.raises(ConfigError, match=r"\$\.stall_timeout: 500 is not above actor_infer.request_timeout 600"):
+        run_yaml("", "stall_timeout=500")
+
+
+@pytest.mark.parametrize("when", ["between_turns", "between_tokens"])
+def test_a_way_of_updating_that_is_not_there_is_refused(run_yaml: Run, when: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\$\.weight_update: '{when}' is not supported by this version"):
+        run_yaml("", AHEAD, f"weight_update={when}")
