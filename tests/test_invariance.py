@@ -190,6 +190,7 @@ def single(model: Path, cut: Cut, ranks: Ranks = ALONE) -> Iterator[tuple[str, T
     optimizer = strategy.optimizer
     assert optimizer is not None
     seen: list[Tensor] = []
+    # The gradient before the optimizer takes its shards: it shows nowhere afterwards.
     whole = strategy._whole
     optimizer.step = lambda lr: seen.append(
         torch.cat([whole(m.grad).flatten() for m in optimizer.masters.values() if m.grad is not None])

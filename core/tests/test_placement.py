@@ -89,5 +89,6 @@ def test_in_one_process_a_role_without_device_mapping_uses_the_first_gpu(
     assert assembly.train_plan(config, "actor_train", Path()).context.devices == (0,)
     assert assembly.serve_plan(config, Path(), None).context.devices == (0,)
     monkeypatch.setattr(standalone, "visible_gpus", lambda: 2)
+    # Where `eval` builds an engine that would need a GPU to be built here.
     assert standalone._devices(config) == (0,)
     assert preflight.preflight(config, Path()).config == []

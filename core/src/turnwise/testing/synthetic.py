@@ -161,3 +161,8 @@ def training_rows(groups: int = 2, seed: int = 0, vocabulary: int = 64) -> Rows:
         "old_log_probs": np.full(count, np.nan),
     }
     return Rows(rows.input_ids, rows.offsets, rows.response_mask, {**rows.columns, **columns})
+
+
+def picture(seed: int, height: int, width: int) -> np.ndarray:
+    """A random image, uint8 [height, width, 3]."""
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from deepspeed_cases import context, run_updates, weights_of
+from deepspeed_cases import context, run_updates
 
 from turnwise_deepspeed.config import DeepspeedConfig
 from turnwise_torch.fixtures import tiny_model
 from turnwise_torch.strategy import TorchStrategy
+from turnwise_torch.testing import weights_of
 
 
 @pytest.fixture(scope="session")

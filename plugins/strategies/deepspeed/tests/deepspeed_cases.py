@@ -101,11 +101,6 @@ def run_updates(strategy: Any, updates: Sequence[Update] = ()) -> list[Any]:
     return [strategy.update(update) for update in updates or five_updates()]
 
 
-def weights_of(strategy: Any) -> dict[str, torch.Tensor]:
-    """Copies of all tensors."""
-    return {name: tensor.clone() for name, tensor in strategy.weights()}
-
-
 def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """The largest difference between two models."""
     assert set(one) == set(other)

@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attrs import evolve
-from deepspeed_cases import context, run_updates, weights_of
+from deepspeed_cases import context, run_updates
 from safetensors.torch import load_file
 
 from turnwise.contracts.train import Ranks
@@ -28,6 +28,7 @@ from turnwise_torch import base, lora
 from turnwise_torch.broadcast import Member
 from turnwise_torch.objective import build_loss
 from turnwise_torch.stream import receive
+from turnwise_torch.testing import collective_timeouts, weights_of
 
 
 class OneGroup(base.ProcessGroup):
@@ -100,8 +101,7 @@ def case(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
             infer = strategy.values if job.get("context", {}).get("head") == "value" else strategy.logprobs
             out["log_probs"] = infer(share(job["log_probs"], ranks))
         out["noise"] = torch.rand(2)
-        groups = torch.distributed.distributed_c10d._world.pg_map
-        out["waits"] = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+        out["waits"] = collective_timeouts()
         if job.get("weights", True):
             out["weights"] = weights_of(strategy)
         if job.get("received"):

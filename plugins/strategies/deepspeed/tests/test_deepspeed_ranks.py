@@ -20,7 +20,6 @@ from deepspeed_cases import (
     make_rows,
     run_cases,
     run_updates,
-    weights_of,
     zero,
 )
 from transformers import AutoModelForCausalLM
@@ -34,6 +33,7 @@ from turnwise.plugins import registry
 from turnwise_torch import lora
 from turnwise_torch.fixtures import tiny_vision_model
 from turnwise_torch.strategy import TorchStrategy
+from turnwise_torch.testing import weights_of
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed (pip install 'turnwise-deepspeed[deepspeed]')")
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]

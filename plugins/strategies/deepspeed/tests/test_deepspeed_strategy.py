@@ -15,17 +15,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from deepspeed_cases import (
-    FORMS,
-    context,
-    five_updates,
-    furthest,
-    make_picture_rows,
-    make_rows,
-    run_updates,
-    weights_of,
-    zero,
-)
+from deepspeed_cases import FORMS, context, five_updates, furthest, make_picture_rows, make_rows, run_updates, zero
 
 from turnwise.contracts.train import Lora, LossChoice, Objective
 from turnwise.data.rows import Update
@@ -34,6 +24,7 @@ from turnwise_deepspeed import compiled, memory
 from turnwise_torch.fixtures import tiny_model, tiny_vision_model
 from turnwise_torch.models import load_causal_lm
 from turnwise_torch.strategy import TorchStrategy
+from turnwise_torch.testing import Planted, weights_of
 
 deepspeed = pytest.importorskip(
     "deepspeed", reason="deepspeed is not installed (pip install 'turnwise-deepspeed[deepspeed]')"
@@ -110,38 +101,38 @@ def test_a_gradient_that_is_not_finite_moves_nothing_though_the_loss_is(
     strategy = build(FORMS[form])
     first, *_ = five_updates()
     before = weights_of(strategy)
-    terms = strategy._terms
+    plain_loss = strategy.loss.loss
 
-    def with_endless_slope(*args: Any) -> Any:
-        loss, sums = terms(*args)
+    def with_endless_slope(view: Any) -> Any:
+        loss, metrics = plain_loss(view)
         if loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * np.inf)
-        return loss, sums
+        return loss, metrics
 
-    strategy._terms = with_endless_slope
+    strategy.loss.loss = with_endless_slope
     result = strategy.update(first)
     assert (result.skipped, np.isfinite(result.loss), np.isfinite(result.grad_norm)) == (True, True, False)
     assert furthest(weights_of(strategy), before) == 0.0
-    strategy._terms = terms
+    strategy.loss.loss = plain_loss
     assert strategy.update(first).grad_norm == pytest.approx(plain()[0][0].grad_norm, rel=1e-4)
 
 
 @forms
 def test_an_update_that_fails_half_way_leaves_no_gradient(build: Build, plain: Callable[..., Any], form: str) -> None:
     strategy = build(FORMS[form])
-    terms, calls = strategy._terms, []
+    plain_loss, calls = strategy.loss.loss, []
 
-    def failing(*args: Any) -> Any:
-        calls.append(args)
+    def failing(view: Any) -> Any:
+        calls.append(view)
         if len(calls) == 2:
             raise TrainerError("half way")
-        return terms(*args)
+        return plain_loss(view)
 
     first, *_ = five_updates()
-    strategy._terms = failing
+    strategy.loss.loss = failing
     with pytest.raises(TrainerError, match="half way"):
         strategy.update(first)
-    strategy._terms = terms
+    strategy.loss.loss = plain_loss
     assert strategy.update(first).grad_norm == pytest.approx(plain()[0][0].grad_norm, rel=1e-4)
 
 
@@ -355,16 +346,6 @@ def test_a_damaged_state_is_reported_in_one_line(build: Build, tmp_path: Path, d
     with pytest.raises(CheckpointError, match=r"is cut short or damaged: .*\. Fix: ") as caught:
         strategy.load(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-class Planted:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.file,)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

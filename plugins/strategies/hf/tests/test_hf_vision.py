@@ -15,6 +15,7 @@ from attrs import evolve
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
 from turnwise.data.trajectory import Generation
 from turnwise.errors import ConfigError, EngineError
+from turnwise.testing.synthetic import picture
 from turnwise_hf.backend import HfBackend
 from turnwise_hf.chat import HfChat
 from turnwise_hf.config import HfConfig
@@ -28,10 +29,6 @@ TEMPERATURE = 0.7
 def seeing(make: Callable[..., Path]) -> Path:
     """A small Qwen2.5-VL."""
     return make(architecture="qwen2_5_vl")
-
-
-def picture(seed: int, height: int, width: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def asked(text: str, *images: np.ndarray) -> list[dict[str, Any]]:

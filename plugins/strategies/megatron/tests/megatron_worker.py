@@ -22,6 +22,7 @@ from turnwise_megatron.config import MegatronConfig
 from turnwise_megatron.strategy import MegatronStrategy
 from turnwise_torch.objective import build_loss
 from turnwise_torch.stream import receive
+from turnwise_torch.testing import collective_timeouts, weights_of
 
 
 def share(rows: Rows, strategy: MegatronStrategy) -> Rows:
@@ -36,16 +37,12 @@ def updated(strategy: MegatronStrategy, updates: list[Update]) -> list[UpdateRes
 def skipped(strategy: MegatronStrategy, update: Update) -> tuple[UpdateResult, bool]:
     """What an update reports for which the last data parallel rank alone has a loss that is not finite, and whether the
     weights stay."""
-    before, rows = weights(strategy), share(update.rows, strategy)
+    before, rows = weights_of(strategy), share(update.rows, strategy)
     rank, size = strategy.data_parallel
     if rank == size - 1:
         rows = evolve(rows, columns={**rows.columns, "advantages": np.full(len(rows.columns["coef"]), np.nan)})
     result = strategy.update(evolve(update, rows=rows))
-    return result, all(torch.equal(tensor, before[name]) for name, tensor in weights(strategy).items())
-
-
-def weights(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in strategy.weights()}
+    return result, all(torch.equal(tensor, before[name]) for name, tensor in weights_of(strategy).items())
 
 
 def sent(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
@@ -73,13 +70,8 @@ def run(case: dict[str, Any], rank: int, size: int, folder: Path) -> dict[str, A
     ]
     context = contexts[0]
     strategy = MegatronStrategy(config, context)
-    reported: dict[str, Any] = {"data_parallel": strategy.data_parallel, "weights": weights(strategy)}
-    groups = [
-        group
-        for group in torch.distributed.distributed_c10d._world.pg_map
-        if group != torch.distributed.GroupMember.NON_GROUP_MEMBER
-    ]
-    reported["waits"] = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+    reported: dict[str, Any] = {"data_parallel": strategy.data_parallel, "weights": weights_of(strategy)}
+    reported["waits"] = set(collective_timeouts())
     given = case["updates"]
     if "rows" in case:
         ask = strategy.values if context.head == "value" else strategy.logprobs
@@ -96,7 +88,7 @@ def run(case: dict[str, Any], rank: int, size: int, folder: Path) -> dict[str, A
     if case.get("resume"):
         strategy.save(folder / "state")
     reported["results"] += updated(strategy, given[3:])
-    reported["after"] = weights(strategy)
+    reported["after"] = weights_of(strategy)
     if case.get("sent"):
         reported["sent"] = sent(strategy)
     if case.get("exported"):
@@ -107,7 +99,7 @@ def run(case: dict[str, Any], rank: int, size: int, folder: Path) -> dict[str, A
         updated(again, given[:1])
         again.load(folder / "state")
         reported["resumed"] = updated(again, given[3:])
-        reported["resumed_weights"] = weights(again)
+        reported["resumed_weights"] = weights_of(again)
         again.close()
         other = MegatronStrategy(MegatronConfig(**case["other"]), contexts[2])
         try:

@@ -28,6 +28,7 @@ from turnwise_megatron.strategy import MegatronStrategy
 from turnwise_torch.config import TorchConfig
 from turnwise_torch.models import load_causal_lm
 from turnwise_torch.strategy import TorchStrategy
+from turnwise_torch.testing import weights_of
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytestmark = [
@@ -55,10 +56,6 @@ def build(lab: Any, qwen2: Path) -> Iterator[Any]:
     gc.collect()  # Megatron's cycles hold descriptors
 
 
-def weights(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in strategy.weights()}
-
-
 def test_the_conformance_kit_passes(tmp_path: Path) -> None:
     code = (
         "import sys; from turnwise.testing.kit import run_conformance; sys.exit(run_conformance('megatron',"
@@ -74,7 +71,7 @@ def assert_trains_like(plain: dict[str, Any], strategy: MegatronStrategy, update
     results = [strategy.update(update) for update in updates]
     np.testing.assert_allclose([result.loss for result in results], plain["losses"], atol=1e-5, rtol=1e-5)
     np.testing.assert_allclose([result.grad_norm for result in results], plain["norms"], rtol=1e-5)
-    after = weights(strategy)
+    after = weights_of(strategy)
     for name, expected in plain["after"].items():
         np.testing.assert_allclose(after[name], expected, atol=1e-4, rtol=0, err_msg=name)
 
@@ -144,7 +141,7 @@ def test_log_probs_are_those_of_transformers_and_weights_come_back_bit_by_bit(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         np.testing.assert_allclose(strategy.logprobs(rows), lab.plain_log_probs(model, rows)[0], atol=1e-5, rtol=0)
-    got, state = weights(strategy), lab.checkpoint_names(model.state_dict())
+    got, state = weights_of(strategy), lab.checkpoint_names(model.state_dict())
     assert got.keys() == state.keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in state.items())
     with pytest.raises(TrainerError, match="reference is not trainable"):
@@ -177,7 +174,7 @@ def test_experts_that_a_folder_holds_as_one_tensor_are_read_as_well(lab: Any, tm
     }
     assert "model.layers.1.mlp.experts.gate_up_proj" in state
     save_file(state, tmp_path / "fused" / "model.safetensors", {"format": "pt"})
-    one_by_one, fused = (weights(build(model=each)) for each in (folder, tmp_path / "fused"))
+    one_by_one, fused = (weights_of(build(model=each)) for each in (folder, tmp_path / "fused"))
     assert one_by_one.keys() == fused.keys()
     assert all(torch.equal(tensor, fused[name]) for name, tensor in one_by_one.items())
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in fused
@@ -251,7 +248,7 @@ def test_bf16_keeps_fp32_masters_and_nearly_the_gradient_of_fp32(lab: Any, build
         half.update(evolve(update, lr=1e-6))
     assert all(master.dtype == torch.float32 for master in half.optimizer.masters)
     half.save(tmp_path)
-    before = weights(half)
+    before = weights_of(half)
     assert all(tensor.dtype == torch.bfloat16 for tensor in before.values())
     expected = half.update(update)
     half.load(tmp_path)
@@ -265,7 +262,7 @@ def test_bf16_keeps_fp32_masters_and_nearly_the_gradient_of_fp32(lab: Any, build
 def test_an_update_without_signal_makes_no_step(lab: Any, build: Any) -> None:
     strategy, update = build(), lab.five_updates()[0]
     strategy.update(update)
-    before = weights(strategy)
+    before = weights_of(strategy)
     silent = evolve(
         update,
         rows=evolve(update.rows, columns={**update.rows.columns, "coef": np.zeros(len(update.rows.columns["coef"]))}),
@@ -278,29 +275,29 @@ def test_an_update_whose_loss_is_not_finite_is_skipped_and_the_next_is_as_if_it_
     lab: Any, build: Any
 ) -> None:
     (strategy, other), update = (build(), build()), lab.five_updates()[0]
-    before = weights(strategy)
+    before = weights_of(strategy)
     broken = {**update.rows.columns, "advantages": np.full(len(update.rows.columns["coef"]), np.nan)}
     result = strategy.update(evolve(update, rows=evolve(update.rows, columns=broken)))
     assert (result.skipped, result.sums) == (True, {})
     assert all(torch.equal(tensor, before[name]) for name, tensor in strategy.weights())
     assert strategy.update(update).grad_norm == other.update(update).grad_norm
-    expected = weights(other)
+    expected = weights_of(other)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in strategy.weights())
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing_though_the_loss_is(lab: Any, build: Any) -> None:
     strategy, update = build(), lab.five_updates()[0]
-    before = weights(strategy)
-    terms = strategy._terms
+    before = weights_of(strategy)
+    plain_loss = strategy.loss.loss
 
-    def with_endless_slope(*args: Any) -> Any:
-        loss, sums = terms(*args)
+    def with_endless_slope(view: Any) -> Any:
+        loss, metrics = plain_loss(view)
         loss.register_hook(lambda gradient: gradient * np.inf)
-        return loss, sums
+        return loss, metrics
 
-    strategy._terms = with_endless_slope
+    strategy.loss.loss = with_endless_slope
     result = strategy.update(update)
-    strategy._terms = terms
+    strategy.loss.loss = plain_loss
     assert (result.skipped, np.isfinite(result.loss), np.isfinite(result.grad_norm)) == (True, True, False)
     assert all(torch.equal(tensor, before[name]) for name, tensor in strategy.weights())
     assert not strategy.update(update).skipped
@@ -477,7 +474,7 @@ def test_a_role_that_was_away_goes_on_as_if_it_had_stayed(
         )
         strategy.onload()
         assert strategy.update(update).grad_norm == stays.update(update).grad_norm
-    expected = weights(stays)
+    expected = weights_of(stays)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in strategy.weights())
 
 

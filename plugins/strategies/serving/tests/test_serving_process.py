@@ -101,7 +101,7 @@ def test_every_server_has_a_key_of_its_own_which_no_command_line_shows() -> None
 )
 def test_the_end_of_a_log_is_its_last_errors_or_what_says_most(log: str, tail: str) -> None:
     server = Server("")
-    server._process.wait()
+    until(lambda: not server.alive)
     server.log.write_text(log, encoding="utf-8")
     assert server.tail() == tail
     server.stop()
@@ -114,7 +114,7 @@ def test_a_server_that_was_killed_without_a_word_may_have_filled_main_memory(log
     server = Server(f"print({log!r}, flush=True); {SLEEP}")
     until(lambda: log in server.words())
     psutil.Process(server.pid).kill()
-    server._process.wait()
+    until(lambda: not server.alive)
     assert (
         server.how_it_ended()
         == f"signal SIGKILL{': if main memory was full, lower batch of actor_infer' if hinted else ''}"

@@ -329,6 +329,7 @@ def test_what_it_cannot_be_built_with_is_reported_at_once() -> None:
 def test_an_evaluation_takes_one_server_of_those_that_the_role_has_devices_for() -> None:
     pytest.importorskip("turnwise_hf", reason="the model and its chat come from turnwise-hf")
     backend = build(SglangConfig(tp_size=2), fixtures.context(devices=(4, 5, 6, 7), updates=False))
+    # What its server will be started with: it shows nowhere before one starts, and a GPU machine alone could start it.
     assert backend._context.devices == (4, 5)
 
 

@@ -65,9 +65,11 @@ def test_it_runs_and_needs_no_sglang_in_this_interpreter() -> None:
     assert record.requires == ("torch", "httpx2")
 
 
-def backend(folder: Path, devices: tuple[int, ...] = (), **options: Any) -> SglangBackend:
+def backend(
+    folder: Path, devices: tuple[int, ...] = (), kind: type[SglangBackend] = SglangBackend, **options: Any
+) -> SglangBackend:
     (folder / "config.json").write_text('{"vocab_size": 32}', encoding="utf-8")
-    return SglangBackend(SglangConfig(**options), InferenceContext(folder, FakeChat(end=2), devices=devices))
+    return kind(SglangConfig(**options), InferenceContext(folder, FakeChat(end=2), devices=devices))
 
 
 @pytest.mark.parametrize(
@@ -87,16 +89,16 @@ def test_weights_come_by_what_the_devices_and_the_engine_can(
 
 
 def test_the_turns_of_a_trajectory_go_to_one_copy_and_trajectories_to_all(tmp_path: Path) -> None:
-    async def answer(request: Request, payload: dict[str, Any]) -> Any:
-        copies.append(payload.get("routed_dp_rank"))
-        await asyncio.sleep(0)
+    class Noting(SglangBackend):
+        async def _answer(self, request: Request, payload: dict[str, Any]) -> Any:
+            copies.append(payload.get("routed_dp_rank"))
+            await asyncio.sleep(0)
 
     def asked(trajectory: int, turn: int) -> Request:
         return Request(0, GeneratingArgs(), 4, order=(0, 0, trajectory, 0, turn), ids=int32([3]))
 
     async def scene(**options: Any) -> None:
-        served = backend(tmp_path, **options)
-        served._answer = answer  # type: ignore[method-assign]
+        served = backend(tmp_path, kind=Noting, **options)
         for turn in range(2):
             await asyncio.gather(*(served.generate(asked(trajectory, turn)) for trajectory in range(4)))
 
@@ -113,7 +115,7 @@ def test_a_server_without_the_weights_of_the_one_before_it_is_not_sampled_from(t
 
     async def scene() -> None:
         served = backend(tmp_path)
-        served._links.current = Link(cast(Any, None), None, bare=True)
+        served.links.current = Link(cast(Any, None), None, bare=True)
         with pytest.raises(
             EngineError, match="SGLang died and was started again; its weights had come by process_group"
         ):

@@ -290,7 +290,7 @@ def test_a_request_given_up_leaves_the_server(life: Life) -> None:
 def test_responses_in_progress_are_sampled_anew_where_the_pause_aborts_them(life: Life, folder_offer: Offers) -> None:
     async def scene() -> list[Generation]:
         backend = SglangBackend(
-            fixtures.attach(life.backend._links.current.server, pause_mode="abort"), fixtures.context()
+            fixtures.attach(life.backend.links.current.server, pause_mode="abort"), fixtures.context()
         )
         for wait in WAITS:
             await backend.receive(folder_offer(6, 1))
@@ -310,7 +310,7 @@ def test_responses_in_progress_are_sampled_anew_where_the_pause_aborts_them(life
 
 def test_an_attached_server_that_ignores_seeds_or_is_not_there_is_reported(life: Life) -> None:
     async def scene() -> None:
-        server = life.backend._links.current.server
+        server = life.backend.links.current.server
         wrong = SglangBackend(fixtures.attach(server, dp_size=2), fixtures.context())
         with pytest.raises(ConfigError, match="has dp_size 1, the configuration 2"):
             await wrong.generate(ask())
@@ -337,7 +337,7 @@ def test_an_attached_server_that_ignores_seeds_or_is_not_there_is_reported(life:
 @pytest.mark.parametrize("key", [None, "another"])
 def test_who_lacks_the_servers_key_gets_nothing_from_it(life: Life, key: str | None) -> None:
     async def scene() -> None:
-        server = life.backend._links.current.server
+        server = life.backend.links.current.server
         family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
         assert not any(server.key in word for process in family for word in process.cmdline())
         client = Client(server.url, 30.0, key)
@@ -369,7 +369,7 @@ def test_the_conformance_kit_passes(life: Life) -> None:
         "from turnwise.testing.kit import run_conformance; import sys; sys.exit(run_conformance('sglang',"
         " 'inference_backend', strict=True))"
     )
-    server = life.backend._links.current.server
+    server = life.backend.links.current.server
     environment = {**os.environ, fixtures.URL: server.url, fixtures.KEY: server.key}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=False
@@ -389,7 +389,7 @@ def trained(folder: Path, server: str, lora: str = "") -> None:
 
 
 def test_a_run_trains_with_an_attached_server(life: Life, tmp_path: Path) -> None:
-    outcome = fixtures.attach(life.backend._links.current.server)
+    outcome = fixtures.attach(life.backend.links.current.server)
     trained(tmp_path, f'base_url: "{outcome.base_url}", api_key_env: {outcome.api_key_env}')
 
 
@@ -410,13 +410,13 @@ def test_a_killed_server_is_replaced_with_its_weights_and_its_requests_are_answe
         begun = time.monotonic()
         expected = await together(life.backend, *requests)
         took = time.monotonic() - begun
-        old = life.backend._links.current.server
+        old = life.backend.links.current.server
         tasks = [asyncio.create_task(life.backend.generate(request)) for request in requests]
         await asyncio.sleep(took / 4)
         left.extend(shared(old.pid))
         os.kill(old.pid, signal.SIGKILL)
         answers = await asyncio.gather(*tasks)
-        assert life.backend._links.current.server.pid != old.pid
+        assert life.backend.links.current.server.pid != old.pid
         return requests, expected, answers
 
     left: list[Path] = []
@@ -434,7 +434,7 @@ def test_a_server_killed_after_a_process_group_update_serves_again_with_the_next
     async def scene() -> None:
         hub = Hub("", torch.device("cpu"), 120.0)
         await broadcast(life.backend, hub.sender(1), 9, 0)
-        os.kill(life.backend._links.current.server.pid, signal.SIGKILL)
+        os.kill(life.backend.links.current.server.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="its weights had come by process_group, which keeps no copy"):
             await life.backend.generate(ask())
         assert await broadcast(life.backend, hub.sender(1), 10, 1) == 10
@@ -445,7 +445,7 @@ def test_a_server_killed_after_a_process_group_update_serves_again_with_the_next
 
 
 def test_closing_stops_the_server_and_all_that_it_started(life: Life, shared: Any) -> None:
-    group = life.backend._links.current.server.pid
+    group = life.backend.links.current.server.pid
     left = shared(group)
     assert left
     life.run(life.backend.close())

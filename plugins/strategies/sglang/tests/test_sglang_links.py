@@ -17,13 +17,14 @@ from turnwise.contracts.train import Lora, Offer
 from turnwise.data.trajectory import int32
 from turnwise.errors import ConfigError, EngineError, EngineLost
 from turnwise.testing.fake_model import FakeChat
-from turnwise_serving.http import Gone
+from turnwise_serving.http import Gone, Response
 from turnwise_serving.models import sees
 from turnwise_sglang import links
 from turnwise_sglang.api import Api
 from turnwise_sglang.backend import TRIES, SglangBackend
 from turnwise_sglang.config import SglangConfig
 from turnwise_sglang.link import Link
+from turnwise_sglang.links import Links
 from turnwise_sglang.lora import Adapter
 from turnwise_sglang.memory import MEMORY
 from turnwise_sglang.server import Server
@@ -93,19 +94,40 @@ def folder(place: Path, facts: str = '{"vocab_size": 32}') -> Path:
     return place
 
 
-def built(place: Path, *servers: Fake, lora: Lora | None = None, **options: Any) -> SglangBackend:
-    """A backend whose servers are `servers`, one after the other; the first one is up."""
-    backend = SglangBackend(SglangConfig(**options), InferenceContext(folder(place), FakeChat(end=2), lora=lora))
-    waiting = [Link(cast(Any, server), None if "base_url" in options else cast(Any, server)) for server in servers]
+class Waiting(Links):
+    """Links to `waiting`, one after the other; the first one is up."""
 
-    async def started() -> Link:
-        if not waiting:
+    def __init__(self, config: SglangConfig, context: InferenceContext, waiting: list[Link]) -> None:
+        super().__init__(config, context)
+        self.waiting = waiting
+        if waiting:
+            self.current = waiting.pop(0)
+
+    async def _started(self) -> Link:
+        if not self.waiting:
             raise EngineError("SGLang did not start")
-        return waiting.pop(0)
+        return self.waiting.pop(0)
 
-    backend._links._started = started  # type: ignore[method-assign]
-    if waiting:
-        backend._links.current = waiting.pop(0)
+
+class Updated(SglangBackend):
+    """Takes every offer without its tensors."""
+
+    async def _update(self, link: Link, offer: Offer) -> Link:
+        return link
+
+
+def built(
+    place: Path,
+    *servers: Fake,
+    lora: Lora | None = None,
+    kind: type[SglangBackend] = SglangBackend,
+    **options: Any,
+) -> SglangBackend:
+    """A backend whose servers are `servers`, one after the other; the first one is up."""
+    config, context = SglangConfig(**options), InferenceContext(folder(place), FakeChat(end=2), lora=lora)
+    backend = kind(config, context)
+    waiting = [Link(cast(Any, server), None if "base_url" in options else cast(Any, server)) for server in servers]
+    backend.links = Waiting(config, context, waiting)
     return backend
 
 
@@ -128,11 +150,11 @@ def test_a_pause_finds_a_dead_server_and_starts_another(tmp_path: Path, noticed:
         dead, fresh = Fake(), Fake()
         backend = built(tmp_path, dead, fresh)
         dead.alive = False
-        assert backend._links.current is not None
-        backend._links.current.lost = noticed
+        assert backend.links.current is not None
+        backend.links.current.lost = noticed
         await backend.pause()
         assert dead.stopped and fresh.calls == [PAUSE]
-        assert backend._links.current.api is cast(Any, fresh)
+        assert backend.links.current.api is cast(Any, fresh)
 
     played(scene)
 
@@ -174,15 +196,11 @@ def test_a_server_that_never_started_is_no_lost_engine(tmp_path: Path) -> None:
 
 def test_an_update_of_a_server_that_cannot_be_replaced_says_so(tmp_path: Path) -> None:
     async def scene() -> None:
-        backend = built(tmp_path, Fake(dies=("/flush_cache",)), restarts=0)
-
-        async def updated(link: Link, offer: Offer) -> Link:
-            return link
-
-        backend._update = updated  # type: ignore[method-assign]
+        backend = built(tmp_path, Fake(dies=("/flush_cache",)), kind=Updated, restarts=0)
         with pytest.raises(EngineLost, match="started again restarts = 0 times"):
             await backend.receive(Offer("safetensors", 1, {}))
-        assert backend._awake.is_set()
+        with pytest.raises(EngineError, match="to version 1 failed half-way"):  # and nobody waits for ever
+            await asyncio.wait_for(backend.generate(ask()), 5)
 
     played(scene)
 
@@ -204,15 +222,11 @@ def test_a_server_that_dies_of_its_memory_reports_the_phase_and_the_keys(tmp_pat
         ):
             await built(tmp_path, dying, restarts=0).generate(ask())
 
-        async def updated(link: Link, offer: Offer) -> Link:
-            return link
-
         fix = "Fix: lower mem_fraction_static or model_update_buffer_size_mb"
         for restarts, error in ((0, EngineLost), (1, EngineError)):
             dying = Fake(dies=("/flush_cache",))
             dying.said = CUDA
-            backend = built(tmp_path, dying, Fake(), restarts=restarts)
-            backend._update = updated  # type: ignore[method-assign]
+            backend = built(tmp_path, dying, Fake(), kind=Updated, restarts=restarts)
             with pytest.raises(
                 error, match=rf"^out of memory, in the weight update of actor_infer: SGLang died .*\. {fix}$"
             ):
@@ -254,6 +268,7 @@ def test_words_about_memory_become_one_line(said: str, expected: str) -> None:
 def test_a_server_that_was_killed_without_a_word_may_have_filled_main_memory(
     tmp_path: Path, log: str, hinted: bool
 ) -> None:
+    # As if it had been started and killed: to start SGLang's own takes half a minute.
     server = Server.__new__(Server)
     server.log = tmp_path / "log"
     server.log.write_text(log, encoding="utf-8")
@@ -263,24 +278,29 @@ def test_a_server_that_was_killed_without_a_word_may_have_filled_main_memory(
 
 
 def test_a_refusal_for_lack_of_memory_reports_the_phase_of_the_call() -> None:
-    async def scene() -> None:
-        api = Api("http://h:1", 1.0)
-        text = '{"success": false, "message": "Failed to update weights: CUDA out of memory."}'
-        assert str(api._refused("/update_weights_from_tensor", 400, text)).startswith(
-            "out of memory, in the weight update of actor_infer: SGLang refused"
-        )
-        assert str(api._refused("/resume_memory_occupation", 500, text)).startswith(
-            "out of memory, in the wake-up of actor_infer: "
-        )
-        assert str(api._refused("/generate", 400, '{"message": "no"}')) == "SGLang refused /generate (400): no"
-        await api.close()
+    async def refusal(path: str, status: int, text: str) -> str:
+        async def send(*request: Any) -> Response:
+            return Response(status, text=text)
 
-    played(scene)
+        api = Api("http://h:1", 1.0)
+        api.send = send  # type: ignore[method-assign]
+        with pytest.raises(EngineError) as caught:
+            await api.post(path)
+        await api.close()
+        return str(caught.value)
+
+    text = '{"success": false, "message": "Failed to update weights: CUDA out of memory."}'
+    update = asyncio.run(refusal("/update_weights_from_tensor", 400, text))
+    assert update.startswith("out of memory, in the weight update of actor_infer: SGLang refused")
+    wake = asyncio.run(refusal("/resume_memory_occupation", 500, text))
+    assert wake.startswith("out of memory, in the wake-up of actor_infer: ")
+    plain = asyncio.run(refusal("/generate", 400, '{"message": "no"}'))
+    assert plain == "SGLang refused /generate (400): no"
 
 
 def with_weights(backend: SglangBackend) -> SglangBackend:
     """As after an update to version 7."""
-    kept = backend._links.kept
+    kept = backend.links.kept
     assert kept is not None
     kept.begin()
     kept.add([("a", torch.zeros(1))])
@@ -322,7 +342,7 @@ def test_a_server_that_is_given_an_adapter_when_the_backend_closes_is_stopped(tm
     async def scene() -> None:
         dead, fresh = Fake(), Fake()
         backend = built(tmp_path, dead, fresh, lora=Lora(4, 8, None, "adapter"))
-        backend._links.adapter = Adapter(3, {}, {})
+        backend.links.adapter = Adapter(3, {}, {})
         waits = asyncio.Event()
 
         async def loaded(path: str, body: Any = None, timeout: float | None = None) -> dict[str, Any]:
@@ -369,8 +389,8 @@ def test_closing_ends_the_requests_of_an_attached_server_before_its_adapter_is_u
     async def scene() -> None:
         server = Fake()
         backend = built(tmp_path, server, base_url="http://h:1", lora=Lora(4, 8, None, "adapter"))
-        assert backend._links.current is not None
-        backend._links.current.adapter = "turnwise-1"
+        assert backend.links.current is not None
+        backend.links.current.adapter = "turnwise-1"
         asking = asyncio.ensure_future(backend.generate(ask()))
         while "/generate" not in server.calls:
             await asyncio.sleep(0)

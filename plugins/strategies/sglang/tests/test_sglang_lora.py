@@ -152,7 +152,7 @@ def test_log_probs_are_the_peft_models_after_every_transport(
         )
         parity(backend, run, version, adapters(version), adapters(version - 1))
     hub.close()
-    named = run(backend._links.current.api.get("/v1/models"))["data"]  # type: ignore[union-attr]
+    named = run(backend.links.current.api.get("/v1/models"))["data"]  # type: ignore[union-attr]
     assert [facts["id"].startswith("turnwise-4-") for facts in named if facts.get("parent")] == [True], (
         "the adapters before it were unloaded"
     )
@@ -246,7 +246,7 @@ def test_a_killed_server_is_replaced_with_the_adapter_it_had(
         took = time.monotonic() - begun
         tasks = [asyncio.create_task(backend.generate(request)) for request in requests]
         await asyncio.sleep(took / 4)
-        os.kill(backend._links.current.server.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        os.kill(backend.links.current.server.pid, signal.SIGKILL)  # type: ignore[union-attr]
         return expected, list(await asyncio.gather(*tasks))
 
     expected, answers = run(scene())

@@ -19,6 +19,7 @@ from turnwise.contracts.inference import GeneratingArgs, Request
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation
 from turnwise.errors import EngineError, EnvironmentFailure
+from turnwise.testing.synthetic import picture
 from turnwise_sglang import fixtures
 from turnwise_sglang.backend import SglangBackend
 from turnwise_sglang.config import SglangConfig
@@ -79,10 +80,6 @@ def backend(run: Any, folders: Any, chat: Any) -> Iterator[SglangBackend]:
     built = run(build())
     yield built
     run(built.close())
-
-
-def picture(seed: int, height: int, width: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def ask(chat: Any, seed: int, *images: np.ndarray, limit: int = LIMIT) -> Request:

@@ -35,6 +35,7 @@ from turnwise_torch.sending import Sending
 from turnwise_torch.state import STATE_FILE
 from turnwise_torch.strategy import TorchStrategy
 from turnwise_torch.stream import receive
+from turnwise_torch.testing import collective_timeouts, packed
 from turnwise_torch.vision import Vision
 
 VOCABULARY = 50
@@ -50,14 +51,6 @@ class Case:
     changes: Mapping[str, Any]
     config: TorchConfig = field(factory=lambda: TorchConfig(betas=(0.9, 0.95)))
     tied: bool = True
-
-
-def packed(budget: int) -> dict[str, Any]:
-    return {
-        "use_sequence_packing": True,
-        "max_tokens_per_microbatch_in_train": budget,
-        "max_tokens_per_microbatch_in_infer": budget,
-    }
 
 
 DOUBLE: dict[str, Any] = {"dtype": "fp64"}
@@ -144,12 +137,6 @@ def objectives(strategy: TorchStrategy, share: Callable[[Rows], np.ndarray]) -> 
     return out
 
 
-def waits() -> set[float]:
-    """How long collectives of this process may take, over all of its groups."""
-    groups = torch.distributed.distributed_c10d._world.pg_map
-    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}  # type: ignore[attr-defined]
-
-
 def build(case: Case, folder: Path, ranks: Ranks | None = None) -> TorchStrategy:
     options: dict[str, Any] = {
         "model": folder / ("tied" if case.tied else "untied"),
@@ -221,7 +208,7 @@ def first(me: Rank) -> dict[str, Any]:
             held = sum(m.to_local().numel() for m in masters) / sum(m.numel() for m in masters)  # type: ignore[attr-defined]
             out["bf16 masters"] = {"dtypes": {str(m.dtype) for m in masters}, "share": held}
         if name == "tied":
-            out["waits"] = waits()
+            out["waits"] = set(collective_timeouts())
             out["objectives"] = objectives(strategy, me.share)
         if name == "offloaded":
             strategy.offload()

@@ -24,6 +24,7 @@ from turnwise_torch.models import VALUE_HEAD_FILE, load_value_model
 from turnwise_torch.parts import FACTS_FILE, FORMAT
 from turnwise_torch.state import STATE_FILE
 from turnwise_torch.strategy import TorchStrategy
+from turnwise_torch.testing import Planted
 
 Build = Callable[..., TorchStrategy]
 
@@ -166,16 +167,6 @@ def test_an_exported_critic_keeps_its_head(build: Build, update: Update, tmp_pat
     assert (tmp_path / VALUE_HEAD_FILE).is_file()
     assert torch.equal(load_value_model(tmp_path, "fp32", "sdpa").value_head.weight, critic.model.value_head.weight)
     assert np.array_equal(build(model=tmp_path, head="value").values(update.rows), critic.values(update.rows))
-
-
-class Planted:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.file,)
 
 
 @pytest.mark.parametrize("deep", [False, True])

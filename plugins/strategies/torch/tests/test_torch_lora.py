@@ -26,14 +26,11 @@ from turnwise_torch.models import load_causal_lm
 from turnwise_torch.state import STATE_FILE
 from turnwise_torch.strategy import TorchStrategy
 from turnwise_torch.stream import receive
+from turnwise_torch.testing import weights_of
 
 Build = Callable[..., TorchStrategy]
 LORA = Lora(rank=4, alpha=8)
 REASON = "LoRA needs PEFT: pip install 'turnwise-torch[lora]'"
-
-
-def merged(strategy: TorchStrategy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in strategy.weights()}
 
 
 def trained(strategy: TorchStrategy) -> set[str]:
@@ -81,7 +78,7 @@ def test_weights_are_merged_under_the_names_of_the_base_and_the_trained_ones_sta
     for _ in range(3):
         strategy.update(update)
     held = {name: p.detach().clone() for name, p in strategy.model.named_parameters()}
-    sent = merged(strategy)
+    sent = weights_of(strategy)
     assert all(torch.equal(p, held[name]) for name, p in strategy.model.named_parameters())
     plain = load_causal_lm(folder, dtype, "sdpa")
     assert list(sent) == list(plain.state_dict())
@@ -170,6 +167,7 @@ def test_gradients_of_adapters_are_those_of_plain_autograd_through_the_merged_we
     base, strategy = build(max_grad_norm=0.0), build(lora=LORA, max_grad_norm=0.0)
     for one in (base, strategy):
         one.optimizer.step = lambda lr: None  # type: ignore
+        # An update clears the gradients, and shows them nowhere.
         one._clear = lambda: None  # type: ignore[method-assign]
         one.update(update)
     of_base = {name: p.grad for name, p in base.model.named_parameters()}

@@ -30,6 +30,7 @@ from turnwise_torch.config import TorchConfig
 from turnwise_torch.microbatch import Layout
 from turnwise_torch.packing import Packing, packed_mask
 from turnwise_torch.strategy import TorchStrategy
+from turnwise_torch.testing import gradient_of, packed
 
 Build = Callable[..., TorchStrategy]
 SIZES = {
@@ -50,14 +51,6 @@ BUDGETS = (
 )  # every sample is 5 to 20 tokens, 97 in all: one a row, two or more, several rows, all at once
 
 
-def packed(budget: int) -> dict[str, object]:
-    return {
-        "use_sequence_packing": True,
-        "max_tokens_per_microbatch_in_train": budget,
-        "max_tokens_per_microbatch_in_infer": budget,
-    }
-
-
 def saved(config: PreTrainedConfig, folder: Path) -> Path:
     torch.manual_seed(0)
     with models.quiet():
@@ -74,18 +67,6 @@ def alone(model: torch.nn.Module, rows: Rows) -> list[float]:
             every = torch.log_softmax(model(ids[None], use_cache=False).logits[0] / 0.7, -1)
         out += [float(every[t - 1, ids[t]]) for t in range(len(ids)) if rows.response_mask[start + t]]
     return out
-
-
-def gradient(strategy: TorchStrategy, update: Update) -> torch.Tensor:
-    """The gradient that an update's step would use."""
-    seen: list[torch.Tensor] = []
-    assert strategy.optimizer is not None
-    optimizer = strategy.optimizer
-    optimizer.step = lambda lr: seen.append(
-        torch.cat([m.grad.flatten() for m in optimizer.masters.values() if m.grad is not None])
-    )  # type: ignore[method-assign]
-    strategy.update(update)
-    return seen[0]
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -111,8 +92,8 @@ def test_other_models_are_packed_too(build: Build, rows: Rows, tmp_path: Path, k
 def test_the_packed_gradient_is_that_of_single_samples(
     build: Build, update: Update, budget: int, checkpointing: bool
 ) -> None:
-    single = gradient(build(per_device_train_batch_size=1, max_grad_norm=0.0), update)
-    other = gradient(build(max_grad_norm=0.0, gradient_checkpointing=checkpointing, **packed(budget)), update)
+    single = gradient_of(build(per_device_train_batch_size=1, max_grad_norm=0.0), update)
+    other = gradient_of(build(max_grad_norm=0.0, gradient_checkpointing=checkpointing, **packed(budget)), update)
     assert float((other - single).norm() / single.norm()) <= 1e-6
 
 
@@ -138,8 +119,8 @@ def test_packed_values_and_their_gradient_are_those_of_single_samples(
     values = single.values(rows)
     assert values.std() > 0.1
     np.testing.assert_allclose(together.values(rows), values, rtol=0, atol=1e-5)
-    expected = gradient(single, evolve(update, rows=rows))
-    assert float((gradient(together, evolve(update, rows=rows)) - expected).norm() / expected.norm()) <= 1e-6
+    expected = gradient_of(single, evolve(update, rows=rows))
+    assert float((gradient_of(together, evolve(update, rows=rows)) - expected).norm() / expected.norm()) <= 1e-6
 
 
 def test_a_packed_batch_by_hand() -> None:

@@ -23,20 +23,9 @@ from turnwise_torch.device import gpu_memory
 from turnwise_torch.fixtures import strategy_fixture
 from turnwise_torch.strategy import TorchStrategy
 from turnwise_torch.stream import Sender
+from turnwise_torch.testing import gradient_of
 
 Build = Callable[..., TorchStrategy]
-
-
-def gradients(strategy: TorchStrategy, update: Update) -> torch.Tensor:
-    """The gradient that an update's step would use."""
-    seen: list[torch.Tensor] = []
-    assert strategy.optimizer is not None
-    optimizer = strategy.optimizer
-    optimizer.step = lambda lr: seen.append(
-        torch.cat([m.grad.flatten() for m in optimizer.masters.values() if m.grad is not None])
-    )  # type: ignore[method-assign]
-    strategy.update(update)
-    return seen[0]
 
 
 def weights(strategy: TorchStrategy) -> dict[str, torch.Tensor]:
@@ -68,15 +57,15 @@ def test_logprobs_are_those_of_a_plain_forward_pass_at_temperature_seven_tenths(
 def test_the_gradient_depends_on_no_micro_batch_budget_order_chunk_or_checkpointing(
     build: Build, update: Update
 ) -> None:
-    whole = gradients(build(per_device_train_batch_size=100, max_grad_norm=0.0), update)
+    whole = gradient_of(build(per_device_train_batch_size=100, max_grad_norm=0.0), update)
     assert whole.norm() > 1e-3
     order = np.random.default_rng(1).permutation(len(update.rows))
     shuffled = evolve(update, rows=update.rows.select(order))
     others = [
-        gradients(build(per_device_train_batch_size=1, max_grad_norm=0.0), update),
-        gradients(build(per_device_train_batch_size=3, max_grad_norm=0.0), shuffled),
-        gradients(build(max_tokens_per_microbatch_in_train=33, max_grad_norm=0.0), update),
-        gradients(build(TorchConfig(logits_chunk=2), gradient_checkpointing=True, max_grad_norm=0.0), shuffled),
+        gradient_of(build(per_device_train_batch_size=1, max_grad_norm=0.0), update),
+        gradient_of(build(per_device_train_batch_size=3, max_grad_norm=0.0), shuffled),
+        gradient_of(build(max_tokens_per_microbatch_in_train=33, max_grad_norm=0.0), update),
+        gradient_of(build(TorchConfig(logits_chunk=2), gradient_checkpointing=True, max_grad_norm=0.0), shuffled),
     ]
     for other in others:
         assert float((other - whole).norm() / whole.norm()) <= 1e-6

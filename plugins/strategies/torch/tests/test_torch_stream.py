@@ -135,6 +135,7 @@ def _open_files() -> Iterator[str]:
 
 
 def test_a_process_of_another_user_gets_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A test has no second user to run a process as.
     monkeypatch.setattr(stream, "_same_user", lambda connection: False)
     sender = Sender(1, 0.5)
     reader = threading.Thread(target=_read_until_the_end, args=(sender.payload,))
@@ -146,6 +147,7 @@ def test_a_process_of_another_user_gets_no_weights(monkeypatch: pytest.MonkeyPat
 
 def test_the_user_of_the_other_side_is_known() -> None:
     one, other = socket.socketpair(socket.AF_UNIX)
+    # As above: what is known of the other side shows in nothing else while there is one user.
     assert stream._same_user(one)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 4_000_000)

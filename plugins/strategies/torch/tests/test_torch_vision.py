@@ -12,6 +12,7 @@ from attrs import evolve
 from turnwise.contracts.train import LossChoice, Objective, TrainContext
 from turnwise.data.rows import Rows, Update
 from turnwise.errors import ConfigError, TrainerError
+from turnwise.testing.synthetic import picture
 from turnwise_torch.config import TorchConfig
 from turnwise_torch.fixtures import tiny_model, tiny_vision_model
 from turnwise_torch.models import load_causal_lm
@@ -38,10 +39,6 @@ def context(folder: Path) -> TrainContext:
         objective=loss,
         per_device_train_batch_size=2,
     )
-
-
-def picture(seed: int, height: int, width: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def make_rows(vision: Vision) -> Rows:

@@ -29,7 +29,7 @@ async def send(
     it."""
     from turnwise_torch.stream import Sender, buckets
 
-    if backend._engine is None:  # its start may take longer than an offer waits on a busy machine
+    if backend.engine is None:  # its start may take longer than an offer waits on a busy machine
         await backend.pause()
         await backend.resume()
     transport = "shared_memory" if sender is None else "process_group"

@@ -204,7 +204,8 @@ def engine_dies(lab: Any) -> None:
     """The engine's own process ends under the server's: the backend says that it is lost, and goes on saying so."""
     import psutil
 
-    children = psutil.Process(lab.backend._engine._process.pid).children(recursive=True)
+    # The server's process has no other name: the backend gives none away.
+    children = psutil.Process(lab.backend.engine._process.pid).children(recursive=True)
     (engine,) = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
     engine.kill()
     for _ in range(2):

@@ -265,9 +265,10 @@ def test_an_update_after_which_the_engine_serves_another_version_is_reported(fol
         async def control(self, step: str, **options: Any) -> Any:
             return {"version": "2", "reset_cache": True}.get(step)
 
-    backend = SimpleNamespace(_adapters=None, _context=InferenceContext(folder, None))
+    backend = VllmBackend(VllmConfig(), InferenceContext(folder, FakeChat(end=2)))
+    backend.engine = Engine()  # type: ignore[assignment]
     with pytest.raises(EngineError, match="version 3 of the weights was sent, and vLLM serves 2"):
-        asyncio.run(VllmBackend._update(backend, Engine(), Offer("safetensors", 3, {"folder": "x"})))  # type: ignore[arg-type]
+        asyncio.run(backend.receive(Offer("safetensors", 3, {"folder": "x"})))
 
 
 def test_a_models_own_code_runs_in_the_engine_only_where_the_run_says_so(folder: Path) -> None:
@@ -465,12 +466,12 @@ def test_an_attached_server_is_judged_by_what_it_reports(
     }
     engine = ServedEngine(VllmConfig(mode="attach", base_url="http://h:1"), context)
     if not fix:
-        engine._compare({"vllm_config": server})
+        engine.compare({"vllm_config": server})
         return
     with pytest.raises(
         ConfigError, match=rf"^the vLLM server at http://h:1 does not fit this run\. Fix: start it with {fix}$"
     ):
-        engine._compare({"vllm_config": server})
+        engine.compare({"vllm_config": server})
 
 
 def test_the_servers_command_line_has_the_arguments_in_vllms_spelling() -> None:
@@ -514,7 +515,7 @@ def test_the_turns_of_a_trajectory_go_to_one_copy_and_trajectories_to_all(folder
         backend = VllmBackend(
             VllmConfig(engine_args={"data_parallel_size": count}), InferenceContext(folder, FakeChat(end=2))
         )  # type: ignore[arg-type]
-        backend._engine = Engine()  # type: ignore[assignment]
+        backend.engine = Engine()  # type: ignore[assignment]
         for turn in range(2):
             await asyncio.gather(*(backend.generate(asked(trajectory, turn)) for trajectory in range(4)))
 

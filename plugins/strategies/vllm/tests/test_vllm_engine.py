@@ -136,12 +136,12 @@ def test_cached_prompts_are_read_again_after_an_update(
 
     lab.serve(old)
     lab.ask(request)
-    control = lab.backend._engine.control
+    control = lab.backend.engine.control
 
     async def without_reset(step: str, **arguments: Any) -> Any:
         return True if step == "reset_cache" else await control(step, **arguments)
 
-    monkeypatch.setattr(lab.backend._engine, "control", without_reset)
+    monkeypatch.setattr(lab.backend.engine, "control", without_reset)
     lab.serve(new)
     (stale,) = lab.ask(request)
     assert lab.off(new, request, stale) > FAR, "this test would not see a stale cache"
@@ -285,7 +285,8 @@ def test_an_aborted_request_leaves_the_engine(lab: Any, endless: None) -> None:
         await lab.backend.abort(request)
         answer = await beside
         await asyncio.sleep(0.1)
-        return answer, lab.backend._engine._llm.get_num_unfinished_requests()
+        # vLLM's own count: a request that was aborted shows nowhere else.
+        return answer, lab.backend.engine._llm.get_num_unfinished_requests()
 
     answer, left = lab.runner.run(scene())
     assert (answer.finish, left) == ("length", 0)
@@ -321,13 +322,14 @@ def test_a_head_size_without_a_kernel_is_reported_before_the_engine_starts(lab: 
 
 
 def test_the_environment_is_as_it_was_after_the_start(lab: Any) -> None:
-    assert lab.backend._engine is not None
+    assert lab.backend.engine is not None
     assert not {"LD_PRELOAD", "VLLM_ENABLE_V1_MULTIPROCESSING", "TORCH_COMPILE_DISABLE"} & os.environ.keys()
 
 
 def test_a_dead_engine_fails_every_request_at_once(lab: Any, endless: None) -> None:
     """The last test of this file: the engine is gone after it."""
-    (process,) = lab.backend._engine._llm.engine_core.resources.engine_manager.processes
+    # vLLM names the process of its engine nowhere else.
+    (process,) = lab.backend.engine._llm.engine_core.resources.engine_manager.processes
 
     async def scene() -> list[Any]:
         tasks = [asyncio.create_task(lab.backend.generate(lab.request(seed, tokens=240))) for seed in range(3)]

@@ -91,12 +91,18 @@ def test_routes_and_steps_belong_to_a_phase(name: str, when: str) -> None:
     assert MEMORY.phase(name) == when
 
 
-def served(log: Path | None) -> ServedEngine:
-    """As after the start of a server that wrote `log` (None: one that is attached to)."""
+def server_of(log: Path) -> Server:
+    """As after the start of a server that wrote `log`."""
+    server = Server.__new__(Server)
+    server.log = log
+    return server
+
+
+def served(server: Server | None) -> ServedEngine:
+    """An engine in that server (None: in one that is attached to). Its private members stand for an engine that died:
+    no engine dies for lack of memory when a test asks it to."""
     engine = ServedEngine(VllmConfig(mode="attach", base_url="http://h:1"), InferenceContext(None, None))
-    if log is not None:
-        engine._process = Server.__new__(Server)
-        engine._process.log = log
+    engine._process = server
     return engine
 
 
@@ -107,12 +113,13 @@ def test_a_servers_log_reports_why_its_engine_died(tmp_path: Path) -> None:
         " above.\n",
         encoding="utf-8",
     )
-    engine = served(log)
-    message = engine._gone("the vLLM server answered /update_weights with 500. Its engine died", "/update_weights")
+    server = server_of(log)
+    message = served(server)._gone(
+        "the vLLM server answered /update_weights with 500. Its engine died", "/update_weights"
+    )
     assert isinstance(message, EngineLost)
     assert str(message).startswith("out of memory, in the weight update of actor_infer: the vLLM server answered")
-    assert engine._process is not None
-    assert engine._process.tail() == CUDA
+    assert server.tail() == CUDA
     assert str(served(None)._gone("it is gone", "/pause")) == "it is gone"
 
 
@@ -124,9 +131,7 @@ def test_the_reason_of_an_error_that_stands_on_its_second_line_is_reported(tmp_p
         " further information visit …\n",
         encoding="utf-8",
     )
-    engine = served(log)
-    assert engine._process is not None
-    message = engine._process.tail()
+    message = server_of(log).tail()
     assert message.endswith(
         "1 validation error for ModelConfig Value error, Model architectures ['X'] failed to be inspected."
         " [type=value_error]"
@@ -147,6 +152,7 @@ def test_an_engine_of_this_process_reports_what_it_knows(errored: bool, cause: E
 
     async def scene() -> EngineError:
         engine = LocalEngine(VllmConfig(), InferenceContext(None, None))
+        # As above: in place of vLLM's own, which does not fail when it is asked to.
         engine._loop.close()
         engine._loop = asyncio.get_running_loop()
         engine._llm = Dead() if errored else None

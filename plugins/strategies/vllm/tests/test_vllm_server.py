@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,12 +39,19 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture
-def attached(runner: asyncio.Runner) -> Iterator[Any]:
-    """A backend attached to the server that the kit uses too."""
+def given() -> Any:
+    """`config` and `context` of a backend that is attached to the server that the kit uses too."""
     from turnwise_vllm import fixtures
+
+    return SimpleNamespace(config=fixtures.attach(fixtures.server()), context=fixtures.model_context())
+
+
+@pytest.fixture
+def attached(runner: asyncio.Runner, given: Any) -> Iterator[Any]:
+    """That backend."""
     from turnwise_vllm.backend import VllmBackend
 
-    backend = VllmBackend(fixtures.attach(fixtures.server()), fixtures.model_context())
+    backend = VllmBackend(given.config, given.context)
     yield backend
     runner.run(backend.close())
 
@@ -140,12 +148,12 @@ def test_an_update_that_fails_is_reported_and_a_whole_one_repairs(
 
 
 def test_a_server_that_does_not_fit_the_run_is_reported_with_the_options_it_needs(
-    runner: asyncio.Runner, attached: Any
+    runner: asyncio.Runner, given: Any
 ) -> None:
     from turnwise_vllm.backend import VllmBackend
 
-    config = evolve(attached._config, logprobs_mode="raw_logprobs")
-    backend = VllmBackend(config, evolve(attached._context, sequence_length=4096))
+    config = evolve(given.config, logprobs_mode="raw_logprobs")
+    backend = VllmBackend(config, evolve(given.context, sequence_length=4096))
     with pytest.raises(
         ConfigError, match=r"does not fit this run.*--logprobs-mode raw_logprobs .*--max-model-len 4096"
     ):
@@ -161,36 +169,36 @@ def test_a_server_that_does_not_fit_the_run_is_reported_with_the_options_it_need
     ],
 )
 def test_a_server_of_another_model_is_refused_where_no_whole_weights_come(
-    runner: asyncio.Runner, attached: Any, tmp_path: Path, changes: dict[str, Any], why: str
+    runner: asyncio.Runner, given: Any, tmp_path: Path, changes: dict[str, Any], why: str
 ) -> None:
     from turnwise_vllm.backend import VllmBackend
 
-    held = attached._context.model
+    held = given.context.model
     other = shutil.copytree(held, tmp_path / "model")
-    backend = VllmBackend(attached._config, evolve(attached._context, model=other, **changes))
+    backend = VllmBackend(given.config, evolve(given.context, model=other, **changes))
     with pytest.raises(ConfigError, match=rf"Fix: start it with --model {other} \(it has {held}, and {why}\)"):
         runner.run(backend.pause())
     runner.run(backend.close())
-    for context in (evolve(attached._context, model=other), evolve(attached._context, updates=False)):
-        backend = VllmBackend(attached._config, context)
+    for context in (evolve(given.context, model=other), evolve(given.context, updates=False)):
+        backend = VllmBackend(given.config, context)
         runner.run(backend.pause())
         runner.run(backend.resume())
         runner.run(backend.close())
 
 
-def test_a_server_of_another_dtype_is_always_refused(runner: asyncio.Runner, attached: Any) -> None:
+def test_a_server_of_another_dtype_is_always_refused(runner: asyncio.Runner, given: Any) -> None:
     from turnwise_vllm.backend import VllmBackend
 
-    backend = VllmBackend(attached._config, evolve(attached._context, dtype="bf16"))
+    backend = VllmBackend(given.config, evolve(given.context, dtype="bf16"))
     with pytest.raises(ConfigError, match=r"Fix: start it with --dtype bfloat16 \(it has float32\)$"):
         runner.run(backend.pause())
     runner.run(backend.close())
 
 
-def test_a_server_of_other_sizes_is_reported_with_both(runner: asyncio.Runner, attached: Any) -> None:
+def test_a_server_of_other_sizes_is_reported_with_both(runner: asyncio.Runner, given: Any) -> None:
     from turnwise_vllm.backend import VllmBackend
 
-    backend = VllmBackend(evolve(attached._config, engine_args={"data_parallel_size": 2}), attached._context)
+    backend = VllmBackend(evolve(given.config, engine_args={"data_parallel_size": 2}), given.context)
     with pytest.raises(ConfigError, match=r"has data_parallel_size 1, the configuration 2\. Fix: write the server's"):
         runner.run(backend.pause())
     runner.run(backend.close())
@@ -202,8 +210,10 @@ def test_a_connection_that_breaks_off_fails_its_request_alone(
     from turnwise_serving.http import Gone
     from turnwise_vllm.fixtures import backend_fixture
 
-    runner.run(attached._started())
-    client, broken = attached._engine._client, []
+    runner.run(attached.pause())
+    runner.run(attached.resume())
+    # Only here does a connection break off at a moment that the test knows.
+    client, broken = attached.engine._client, []
     real = client.send
 
     async def once(method: str, path: str, *more: Any, **options: Any) -> Any:
@@ -220,11 +230,11 @@ def test_a_connection_that_breaks_off_fails_its_request_alone(
     assert len(runner.run(attached.generate(request)).ids)
 
 
-def test_an_address_where_nobody_answers_is_reported_at_once(runner: asyncio.Runner, attached: Any) -> None:
+def test_an_address_where_nobody_answers_is_reported_at_once(runner: asyncio.Runner, given: Any) -> None:
     from turnwise.ports import free_port
     from turnwise_vllm.backend import VllmBackend
 
-    backend = VllmBackend(evolve(attached._config, base_url=f"http://127.0.0.1:{free_port()}"), attached._context)
+    backend = VllmBackend(evolve(given.config, base_url=f"http://127.0.0.1:{free_port()}"), given.context)
     with pytest.raises(EngineError, match=r"does not answer. Fix: start it, correct base_url"):
         runner.run(asyncio.wait_for(backend.pause(), 20))
     runner.run(backend.close())

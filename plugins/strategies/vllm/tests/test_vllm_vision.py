@@ -17,6 +17,7 @@ import pytest
 from turnwise.contracts.chat import ModelSourceContext
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
 from turnwise.errors import EngineError
+from turnwise.testing.synthetic import picture
 
 pytestmark = [
     pytest.mark.engines,
@@ -34,10 +35,6 @@ RECIPE = {
     "initializer_range": 0.1,
     "max_position_embeddings": 512,
 }
-
-
-def picture(seed: int, height: int, width: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 class Seeing:

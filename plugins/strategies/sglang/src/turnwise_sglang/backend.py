@@ -46,7 +46,7 @@ class SglangBackend:
 
     Equal seeds, weights and ids give equal tokens, beyond rounding, with `enable_deterministic_inference`. Log-probs
     are SGLang's own, taken after the temperature and before top-k and top-p, so they are ours; None under speculative
-    decoding.
+    decoding. `links`: the server behind it now, and those that took the place of one that died.
     """
 
     input: Literal["ids", "messages"] = "ids"
@@ -74,7 +74,7 @@ class SglangBackend:
         self._limits = Limits(context.sequence_length, vocabulary(context.model), sees(context.model))
         self._images = images.Images(context.model)
         self._ours = not config.engine_args.get("speculative_algorithm")
-        self._links, self._homes = Links(config, context), Affinity()
+        self.links, self._homes = Links(config, context), Affinity()
         self._member = Member(torch.device("cpu"))
         # A response in progress names its adapter, so at an update it is broken off, and goes on by naming the new one.
         self._cut = config.pause_mode == "abort" or context.lora is not None
@@ -159,7 +159,7 @@ class SglangBackend:
             version = version_number((await link.api.get("/model_info"))["weight_version"])
             self._version, self._broken, link.bare = version, "", False
         except Gone as error:
-            raise await self._links.given_up(link, error, f"in the weight update to version {offer.version}") from error
+            raise await self.links.given_up(link, error, f"in the weight update to version {offer.version}") from error
         finally:
             if not paused and not self._closed:
                 await self.resume()
@@ -174,7 +174,7 @@ class SglangBackend:
 
     async def resume(self) -> None:
         """Go on after `pause`."""
-        if (link := self._links.current) is not None and not link.lost:
+        if (link := self.links.current) is not None and not link.lost:
             # Its requests will find out, and replace it.
             with contextlib.suppress(Gone):
                 await link.api.post("/continue_generation", {"torch_empty_cache": False})
@@ -191,12 +191,12 @@ class SglangBackend:
             raise EngineError(AWAKE)
         self._asleep = {"weights", "cache"}
         # Another server in its place has never slept, and must not be woken.
-        self._slept = self._links.current
+        self._slept = self.links.current
         await self._memory("/flush_cache", "/release_memory_occupation")
 
     async def wake(self, what: DeviceMemory) -> None:
         """Undo `sleep` for one part; in place of a server that died meanwhile the next call starts another."""
-        if what in self._asleep and self._slept is self._links.current:
+        if what in self._asleep and self._slept is self.links.current:
             await self._memory("/resume_memory_occupation", tags=TAGS[what])
         self._asleep -= {what}
 
@@ -208,7 +208,7 @@ class SglangBackend:
         await self._running.close()
         # An attached server lets our adapter go only when no request uses it any more.
         await asyncio.gather(*self._aborts, return_exceptions=True)
-        await self._links.close()
+        await self.links.close()
         await asyncio.to_thread(self._member.leave)
 
     async def _answer(self, request: Request, payload: dict[str, Any]) -> Generation:
@@ -232,7 +232,7 @@ class SglangBackend:
                 )
             except Gone as error:
                 broken += 1
-                await self._links.lost(link, error)
+                await self.links.lost(link, error)
                 continue
             except asyncio.CancelledError:
                 self._abort_later(link, rid)
@@ -263,7 +263,7 @@ class SglangBackend:
                 "load_format: dummy holds random weights until the trainer's arrive. Fix: load_format: auto to play"
                 " without a trainer"
             )
-        link = await self._links.get()
+        link = await self.links.get()
         if link.bare:
             raise EngineError(
                 "SGLang died and was started again; its weights had come by process_group, which keeps no copy. Fix:"
@@ -314,11 +314,11 @@ class SglangBackend:
         """The server, in which nothing is sampled now; one that turns out to be dead is replaced first. Raises
         EngineError."""
         for _ in range(TRIES + self._config.restarts):
-            link = await self._links.get()
+            link = await self.links.get()
             try:
                 await link.api.post("/pause_generation", {"mode": "abort" if self._cut else self._config.pause_mode})
             except Gone as error:
-                await self._links.lost(link, error)
+                await self.links.lost(link, error)
             else:
                 return link
         raise EngineError("SGLang broke off a pause again and again. Fix: see its log")
@@ -326,21 +326,21 @@ class SglangBackend:
     async def _memory(self, *paths: str, **body: Any) -> None:
         """Calls about the device memory, with `enable_memory_saver`; a server that is not up, or turns out to be dead,
         has none to give or take."""
-        link = self._links.current
+        link = self.links.current
         if not self._config.sleeps(self._context) or link is None or link.lost:
             return
         try:
             for path in paths:
                 await link.api.call(path, body)
         except Gone as error:
-            await self._links.lost(link, error, WAKE)
+            await self.links.lost(link, error, WAKE)
             if not link.lost:
                 raise EngineError(f"SGLang broke off {path} and lives on: {error}. Fix: see its log") from error
 
     async def _update(self, link: Link, offer: Offer) -> Link:
         """Bring the weights to the server and, where one may have to be replaced, into the copy that it would start
         from."""
-        kept, timeout = self._links.kept, self._context.weight_sync_timeout
+        kept, timeout = self.links.kept, self._context.weight_sync_timeout
         if offer.adapter is not None:
             return await self._adapted(link, offer)
         if offer.transport == "process_group":
@@ -379,21 +379,21 @@ class SglangBackend:
         try:
             await lora.load(link, adapter, timeout)
         except Gone as error:
-            self._links.adapter = adapter
+            self.links.adapter = adapter
             return await self._replaced(link, error)
-        self._links.adapter = adapter
+        self.links.adapter = adapter
         return link
 
     async def _grouped(self, link: Link, offer: Offer) -> Link:
         """Bring the weights to the server past this process; no copy of them is kept."""
-        if self._links.kept is not None:
-            self._links.kept.passed_by()
+        if self.links.kept is not None:
+            self.links.kept.passed_by()
         await from_group(link, offer, weights.Names(weights.shapes(self._model)), self._context.weight_sync_timeout)
         return link
 
     async def _replaced(self, link: Link, cause: Gone) -> Link:
         """The server that took the place of `link`, with the weights that were kept last, paused."""
-        await self._links.lost(link, cause, UPDATE)
+        await self.links.lost(link, cause, UPDATE)
         if not link.lost:
             raise EngineError(f"SGLang broke off a weight update and lives on: {cause}. Fix: see its log") from cause
         return await self._paused()

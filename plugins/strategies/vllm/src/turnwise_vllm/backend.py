@@ -38,7 +38,7 @@ class VllmBackend:
 
     The engine starts at the first use. Equal seeds, weights and ids give equal tokens in any batch, beyond rounding.
     Tokens sampled before an update keep their version; those after it are sampled from a cache that was computed again
-    with the new weights.
+    with the new weights. `engine`: None before it has started, and after `close`.
     """
 
     input: Literal["ids", "messages"] = "ids"
@@ -58,7 +58,7 @@ class VllmBackend:
         self._longest = min(config.max_model_len or context.sequence_length, context.sequence_length)
         self._adapters = Folder() if context.lora is not None else None
         self._copies, self._homes = replicas(config, context), Affinity()
-        self._engine: Engine | None = None
+        self.engine: Engine | None = None
         self._starting: asyncio.Task[Engine] | None = None
         self._running = Running()
         self._names = itertools.count()
@@ -177,8 +177,8 @@ class VllmBackend:
     async def resume(self) -> None:
         """Go on after `pause`."""
         self._paused = False
-        if self._engine is not None:
-            await self._engine.control("resume")
+        if self.engine is not None:
+            await self.engine.control("resume")
 
     async def abort(self, request: Request) -> None:
         """Cancel the request's `generate`, which drops it in the engine. A request that is not here is ignored."""
@@ -192,25 +192,25 @@ class VllmBackend:
         """
         if self._context.devices and self._config.mode != "attach" and not self._config.sleeps(self._context):
             raise EngineError("vLLM was started without sleep mode. Fix: strategy_config.enable_sleep_mode: true")
-        if self._engine is not None:
-            await self._engine.control("sleep")
+        if self.engine is not None:
+            await self.engine.control("sleep")
         self._asleep = {"weights", "cache"}
 
     async def wake(self, what: DeviceMemory) -> None:
         """Undo `sleep` for one part. vLLM goes on scheduling when both are back."""
-        if what in self._asleep and self._engine is not None:
-            await self._engine.control("wake", tag=TAGS[what])
+        if what in self._asleep and self.engine is not None:
+            await self.engine.control("wake", tag=TAGS[what])
         self._asleep -= {what}
 
     async def close(self) -> None:
         """End what was started; requests in progress fail with EngineError. May be called twice."""
         self._closed = True
         # A start that is not awaited any more would leave its processes behind.
-        if self._starting is not None and self._engine is None:
+        if self._starting is not None and self.engine is None:
             self._starting.cancel()
         self._running.break_off(CLOSED)
         # Taken out first, so that a second call finds nothing to end.
-        engine, self._engine, self._starting = self._engine, None, None
+        engine, self.engine, self._starting = self.engine, None, None
         if engine is not None:
             await engine.close()
         if self._adapters is not None:
@@ -226,8 +226,8 @@ class VllmBackend:
 
     async def _started(self) -> Engine:
         """The engine, started by whoever comes first; all others wait for the same start."""
-        if self._engine is not None:
-            return self._engine
+        if self.engine is not None:
+            return self.engine
         if self._closed:
             raise EngineError(CLOSED)
         if self._starting is None:
@@ -249,7 +249,7 @@ class VllmBackend:
             await engine.close()
             raise
         # Not before: no request shall meet an engine that has no place for its adapters yet.
-        self._engine = engine
+        self.engine = engine
         return engine
 
     async def _seen(self, ids: np.ndarray, request: Request) -> list[Picture]:

@@ -63,7 +63,7 @@ class ServedEngine:
             raise EngineError(f"the vLLM server at {self._address} does not answer. Fix: start it, correct base_url")
         if self._process is None:
             # Only what others started may differ from the run.
-            self._compare(await self._get("/server_info?config_format=json", _PROBE))
+            self.compare(await self._get("/server_info?config_format=json", _PROBE))
             await self.control("version")
         else:
             await self.control("set_version", new_version="0")
@@ -146,7 +146,7 @@ class ServedEngine:
         if process is not None:
             await asyncio.to_thread(process.stop)
 
-    def _compare(self, info: Mapping[str, Any]) -> None:
+    def compare(self, info: Mapping[str, Any]) -> None:
         """Raises ConfigError with everything in which the server differs from what this run needs."""
         config = info["vllm_config"]
         model, transfer = config["model_config"], config.get("weight_transfer_config") or {}
