@@ -20,8 +20,9 @@ from turnwise import Implementation, __version__
 from turnwise.cli import main as cli
 from turnwise.cli import plugins as plugin_commands
 from turnwise.cli.main import main
-from turnwise.cli.run import program, readable
+from turnwise.cli.run import program
 from turnwise.data.trajectory import Trajectory, Turn, int32
+from turnwise.data.transcript import readable
 from turnwise.errors import CheckpointError, ConfigError, EngineError, MachineError, PluginError, TrainerError
 from turnwise.plugins import Broken, Entry, Registry
 from turnwise.testing.fakes import FakeLogger

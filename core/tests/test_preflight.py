@@ -746,3 +746,32 @@ def inference_backends():
     assert told(ready_one, *shared) == (True, [note])
     assert told(*shared) == (True, [])  # of another engine there is nothing to choose
     assert told(ready_one, "actor_train.device_mapping=[2]", shared[1]) == (False, [])
+
+
+def test_a_logger_says_before_the_start_what_is_wrong_and_what_the_machine_lacks(toy: Toy, tmp_path: Path) -> None:
+    body = """
+from turnwise.errors import Problem
+
+class Far:
+    def __init__(self, config, context):
+        raise RuntimeError("it is not built before the start")
+
+    @staticmethod
+    def check(config, context):
+        yield Problem("mode", f"no key for {context.exp_name}. Fix: mode: offline", machine=True)
+        yield Problem("", "it needs a name. Fix: one")
+
+class Torn(Far):
+    @staticmethod
+    def check(config, context):
+        raise KeyError("x")
+
+@turnwise.hookimpl
+def loggers():
+    return [Implementation("far", Far), Implementation("torn", Torn)]
+"""
+    path = toy(plugins=plugin(tmp_path, body), track_with=["jsonl", "far", "torn"], exp_name="trial")
+    got = found(path)
+    assert got.machine == ["$.track_with[1].mode: no key for trial. Fix: mode: offline"]
+    broken = "logger 'torn' (from ./more.py): its check failed: KeyError: 'x'. Fix: repair the plugin."
+    assert got.config == ["$.track_with[1]: it needs a name. Fix: one", f"$.track_with[2]: {broken}"]

@@ -11,14 +11,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
 from turnwise.config.loader import Loaded, load
 from turnwise.config.schema import Choice
 from turnwise.data.record import plain
-from turnwise.data.trajectory import Trajectory
+from turnwise.data.transcript import readable
 from turnwise.errors import OutOfMemory, TurnwiseError
 from turnwise.pipeline import frames
 from turnwise.pipeline import standalone as play
@@ -214,33 +213,6 @@ def _player(name: str | None) -> Choice | None:
     # Looked up, so that an alias becomes the name, and a misspelt one an error with a hint.
     entry = registry().find("inference_backend", name)
     return Choice(entry.name)
-
-
-def readable(trajectory: Trajectory) -> str:
-    """An episode for people: what was observed, said and earned, turn by turn."""
-    lines = [f"=== {trajectory.tag}, task {trajectory.group}, member {trajectory.member}"]
-    for number, turn in enumerate(trajectory.turns):
-        lines += [
-            f"--- turn {number}",
-            _text(turn.observation),
-            f"> {turn.text.strip()!r}" + (f" → {turn.action!r}" if turn.action != turn.text.strip() else ""),
-        ]
-        lines.append(f"reward {turn.reward:g}")
-    success = {None: "", True: ", success", False: ", no success"}[trajectory.success]
-    lines += [
-        "--- end",
-        _text(trajectory.final_observation),
-        f"score {trajectory.score:g}, stopped by {trajectory.stop_reason}{success}\n",
-    ]
-    return "\n".join(lines)
-
-
-def _text(observation: Any) -> str:
-    if isinstance(observation, str):
-        return observation
-    if isinstance(observation, dict):  # a message, or a part of one
-        return _text(observation["content"]) if "content" in observation else str(observation.get("text", "[image]"))
-    return "\n".join(_text(part) for part in observation or ())
 
 
 def plan(path: Path, overrides: Sequence[str], *, as_json: bool, earlier: Path | None, device_gb: float) -> None:

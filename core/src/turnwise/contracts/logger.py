@@ -3,20 +3,21 @@ run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from attrs import field, frozen
 
 from turnwise.contracts.capabilities import Capabilities
 from turnwise.data.trajectory import Trajectory
+from turnwise.errors import Problem
 
 
 @frozen
 class LoggerContext:
     """`folder`: the run's output folder. `exp_name`. `max_steps`: for progress. `config`: the resolved configuration as
-    plain data."""
+    plain data, without keys and passwords."""
 
     folder: Path
     exp_name: str = "run"
@@ -33,7 +34,8 @@ class LoggerCapabilities(Capabilities):
 
 
 class Logger(Protocol):
-    """Built as `Logger(config, context)`; what it draws it declares as LoggerCapabilities."""
+    """Built as `Logger(config, context)`; what it draws it declares as LoggerCapabilities. One that needs what a machine
+    may lack, such as a service's key, has ChecksBefore's method too."""
 
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of pipeline step `step`; values may be NaN, names may be new."""
@@ -53,4 +55,15 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """Flush and release; may be called twice."""
+        ...
+
+
+@runtime_checkable
+class ChecksBefore(Protocol):
+    """A logger's class that can tell before a run what it will lack."""
+
+    @staticmethod
+    def check(config: Any, context: LoggerContext) -> Iterable[Problem]:
+        """What is wrong, without starting or writing anything; `path` is dotted from the options' own block on. `train`
+        and `check` ask, `plan` and `eval` do not."""
         ...

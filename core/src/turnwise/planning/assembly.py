@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import define, evolve
 
+from turnwise.config.masking import without_secrets
 from turnwise.config.schema import Choice, CustomEnv, EnvManagerConfig, ModelArgs, Role, RunConfig
 from turnwise.config.updates import token_budget
 from turnwise.contracts.chat import Chat, Message, ModelSource, ModelSourceContext
@@ -264,10 +265,18 @@ def runtime(config: RunConfig, base: Path) -> Runtime:
 
 def loggers(config: RunConfig, plain: Mapping[str, Any]) -> list[tuple[str, Logger]]:
     """The chosen loggers in the YAML's order, with their names."""
-    context = LoggerContext(
-        folder=Path(config.output_dir), exp_name=config.exp_name, max_steps=config.max_steps, config=plain
-    )
+    context = logger_context(config, plain)
     return [(choice.name, build("logger", choice, context)) for choice in config.track_with]
+
+
+def logger_context(config: RunConfig, plain: Mapping[str, Any]) -> LoggerContext:
+    """What every logger is built with; a configuration may go to a service, so it has no secrets."""
+    return LoggerContext(
+        folder=Path(config.output_dir),
+        exp_name=config.exp_name,
+        max_steps=config.max_steps,
+        config=without_secrets(plain),
+    )
 
 
 def with_seed_files(config: RunConfig, base: Path) -> RunConfig:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from turnwise.config.schema import Choice, RunConfig
 from turnwise.config.updates import rows_per_update
@@ -17,9 +18,11 @@ from turnwise.contracts.batch_adjust import AdjustContext
 from turnwise.contracts.estimator import EstimatorContext
 from turnwise.contracts.group_filter import FilterContext
 from turnwise.contracts.inference import BackendCapabilities, GeneratingArgs
+from turnwise.contracts.logger import ChecksBefore
 from turnwise.contracts.train import StrategyCapabilities
 from turnwise.declared import declared
 from turnwise.devices import visible_gpus
+from turnwise.entries import Entry
 from turnwise.errors import CheckpointError, ConfigError, MachineError, PluginError, Problem, TurnwiseError, one_line
 from turnwise.importing import StrangerError, guarded
 from turnwise.planning import assembly, builders, resume, transport
@@ -51,6 +54,8 @@ def preflight(config: RunConfig, base: Path, lacks: Sequence[str] = (), missing:
         for problem in _role_problems(config, role, kind, choice):
             (lacks if problem.machine else wrong).append(str(problem))
         wrong += [*undividable(config, role, wrong), *sleepless(config, role), *at_the_same_time(config, role)]
+    for problem in _logger_problems(config):
+        (lacks if problem.machine else wrong).append(str(problem))
     if (config.num_gpus_per_node or 0) > (gpus := visible_gpus()):
         lacks.append(
             f"num_gpus_per_node: {config.num_gpus_per_node} GPUs are expected, found {gpus}. Fix: the number there is,"
@@ -125,24 +130,39 @@ def _role_problems(config: RunConfig, role: str, kind: str, choice: Choice | Non
         if kind == "inference_backend"
         else assembly.train_plan(config, role, Path())
     )
+    yield from _said(kind, choice, entry, lambda: target.check(plan.config, plan.context))
     try:
-        with guarded():
-            said = list(target.check(plan.config, plan.context))
-            if odd := [one for one in said if not isinstance(one, Problem)]:
-                raise TypeError(f"it gave {odd[0]!r:.60}, which is no turnwise.errors.Problem")
         declared(
             BackendCapabilities if kind == "inference_backend" else StrategyCapabilities, choice.name, choice.config
         )
-    except StrangerError as failure:
-        yield Problem(
-            "",
-            f"{kind} {choice.name!r} (from {entry.owner}): its check failed: {one_line(failure.error)}. Fix: repair the"
-            " plugin.",
-        )
     except PluginError as error:
         yield Problem("", str(error))
-    else:
-        yield from said
+
+
+def _logger_problems(config: RunConfig) -> Iterator[Problem]:
+    """What loggers say themselves, with the place of their options."""
+    context = assembly.logger_context(config, {})
+    for i, choice in enumerate(config.track_with):
+        target = _target("logger", choice)
+        if not isinstance(target, ChecksBefore):
+            continue
+        entry, options = registry().find("logger", choice.name), builders.config_of(choice)
+        for problem in _said("logger", choice, entry, partial(target.check, options, context)):
+            where = ".".join([f"track_with[{i}]", *filter(None, [problem.path])])
+            yield evolve(problem, path=where)
+
+
+def _said(kind: str, choice: Choice, entry: Entry, check: Callable[[], Iterable[Problem]]) -> list[Problem]:
+    """What an implementation's check finds; one that fails is a broken plugin."""
+    try:
+        with guarded():
+            said = list(check())
+            if odd := [one for one in said if not isinstance(one, Problem)]:
+                raise TypeError(f"it gave {odd[0]!r:.60}, which is no turnwise.errors.Problem")
+        return said
+    except StrangerError as failure:
+        why = f"its check failed: {one_line(failure.error)}. Fix: repair the plugin."
+        return [Problem("", f"{kind} {choice.name!r} (from {entry.owner}): {why}")]
 
 
 def _environment_variables(config: RunConfig) -> Iterator[str]:

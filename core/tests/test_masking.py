@@ -1,0 +1,50 @@
+"""What a logger is told of the configuration: everything but keys and passwords."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from turnwise.config.loader import load
+from turnwise.config.masking import without_secrets
+from turnwise.planning import assembly
+
+
+def test_texts_under_names_of_secrets_are_masked_and_nothing_else() -> None:
+    plain = {
+        "api_key": "sk-1",
+        "tools": [{"serper_apiKey": "x", "HF_TOKEN": "hf_1", "db_password": "p", "client_secret": "s", "api_key": ""}],
+        "max_new_tokens": 4,
+        "access_token": None,
+        "ratio_type": "token",
+        "api_key_env": "OPENAI_API_KEY",
+        "eos_token": "<eos>",
+        "password": "${oc.env:DB_PASSWORD}",
+        "nested": {"secret_key": ["a", "b"]},
+    }
+    assert without_secrets(plain) == {
+        **plain,
+        "api_key": "***",
+        "tools": [
+            {"serper_apiKey": "***", "HF_TOKEN": "***", "db_password": "***", "client_secret": "***", "api_key": ""}
+        ],
+        "nested": {"secret_key": ["***", "***"]},
+    }
+
+
+def test_the_value_of_a_secret_variable_is_masked_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "0123456789")
+    monkeypatch.setenv("OTHER_API_KEY", "EMPTY")
+    assert without_secrets({"url": "https://u:0123456789@host", "b": ["EMPTY"]}) == {
+        "url": "https://u:***@host",
+        "b": ["EMPTY"],
+    }
+
+
+def test_loggers_get_the_configuration_without_secrets(toy: Callable[..., Path]) -> None:
+    loaded = load(toy(vars={"hf_token": "hf_of_the_file"}, exp_name="trial"))
+    context = assembly.logger_context(loaded.config, loaded.plain())
+    assert context.config["vars"] == {"hf_token": "***"}
+    assert context.config["exp_name"] == "trial"
