@@ -44,7 +44,19 @@ PUBLIC = {
 }
 """What plugins share, without hooks of its own."""
 HOOKS = sorted(KINDS)
-HEAVY = {"torch", "transformers", "ray", "vllm", "sglang", "deepspeed", "gymnasium", "tensorboard", "matplotlib"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "ray",
+    "vllm",
+    "sglang",
+    "deepspeed",
+    "gymnasium",
+    "tensorboard",
+    "matplotlib",
+    "wandb",
+    "swanlab",
+}
 LATER = {"numpy", "cattrs", "omegaconf"}
 
 
