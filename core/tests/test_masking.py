@@ -22,7 +22,8 @@ def test_texts_under_names_of_secrets_are_masked_and_nothing_else() -> None:
         "api_key_env": "OPENAI_API_KEY",
         "eos_token": "<eos>",
         "password": "${oc.env:DB_PASSWORD}",
-        "nested": {"secret_key": ["a", "b"]},
+        "nested": {"secret_keys": ["a", "b"], "access_key": {"of one": "c"}, "headers": {"Authorization": "Bearer d"}},
+        "proxy": "https://us:abc@host/x",
     }
     assert without_secrets(plain) == {
         **plain,
@@ -30,7 +31,12 @@ def test_texts_under_names_of_secrets_are_masked_and_nothing_else() -> None:
         "tools": [
             {"serper_apiKey": "***", "HF_TOKEN": "***", "db_password": "***", "client_secret": "***", "api_key": ""}
         ],
-        "nested": {"secret_key": ["***", "***"]},
+        "nested": {
+            "secret_keys": ["***", "***"],
+            "access_key": {"of one": "***"},
+            "headers": {"Authorization": "***"},
+        },
+        "proxy": "https://us:***@host/x",
     }
 
 

@@ -62,12 +62,12 @@ def make(folder: Path, config: dict[str, Any] | None = None, **options: Any) -> 
 def segments(folder: Path) -> list[list[Any]]:
     """The records of every process that logged into the folder, by SwanLab's own reader, the first one first."""
     found = []
-    for path in sorted(folder.glob("swanlab/run-*/run-*.swanlab"), key=lambda path: path.stat().st_mtime_ns):
+    for path in folder.glob("swanlab/run-*/run-*.swanlab"):
         reader = DataStoreReader()
         reader.open(path)
         found.append([Record.FromString(one) for one in reader])
         reader.close()
-    return found
+    return sorted(found, key=lambda segment: begun(segment).started_at.ToNanoseconds())
 
 
 def scalars(segment: list[Any]) -> list[tuple[int, str, float]]:

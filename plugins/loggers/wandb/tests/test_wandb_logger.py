@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,44 +66,53 @@ def make(folder: Path, config: dict[str, Any] | None = None, **options: Any) -> 
 
 
 def records(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file: a header, then blocks of 32 KiB with the chunks of LevelDB's log format."""
+    """The records of a .wandb file, as far as it is written: a header, then blocks of 32 KiB with the chunks of
+    LevelDB's log format."""
     data, at, whole = path.read_bytes(), HEADER, b""
-    assert data.startswith(b":W&B")
-    while at < len(data):
+    while at + HEADER <= len(data):
         left = BLOCK - at % BLOCK
         if left < HEADER:
             at += left
             continue
         _, size, kind = struct.unpack("<IHB", data[at : at + HEADER])
         chunk = data[at + HEADER : at + HEADER + size]
+        if len(chunk) < size:
+            return
         at += HEADER + size
         whole = chunk if kind in (1, 2) else whole + chunk  # full, first, middle, last
         if kind in (1, 4):
             yield Record.FromString(whole)
 
 
+def of(segment: list[Any], kind: str) -> list[Any]:
+    """The records of one kind."""
+    return [getattr(record, kind) for record in segment if record.WhichOneof("record_type") == kind]
+
+
 def segments(folder: Path) -> list[list[Any]]:
-    """The records of every process that logged into the folder, the first one first."""
-    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
-    return [list(records(path)) for path in files]
+    """The records of every run that logged into the folder, the first one first. W&B's process ends a file a moment
+    after `finish`."""
+    until = time.monotonic() + 60
+    while True:
+        found = [list(records(path)) for path in folder.glob("wandb/offline-run-*/run-*.wandb")]
+        if all(of(segment, "exit") for segment in found):
+            return sorted(found, key=lambda segment: begun(segment).start_time.ToNanoseconds())
+        assert time.monotonic() < until, "W&B wrote no end"
+        time.sleep(0.02)
 
 
 def rows(segment: list[Any]) -> list[dict[str, Any]]:
     """The rows of the history, without what W&B adds of its own."""
     found = []
-    for record in segment:
-        if record.WhichOneof("record_type") == "history":
-            row: dict[str, Any] = {}
-            for item in record.history.item:
-                name = item.key or "/".join(item.nested_key)
-                row[name] = json.loads(item.value_json)
-            found.append({name: value for name, value in row.items() if not name.startswith("_")})
+    for history in of(segment, "history"):
+        row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in history.item}
+        found.append({name: value for name, value in row.items() if not name.startswith("_")})
     return found
 
 
 def begun(segment: list[Any]) -> Any:
     """The record of the run."""
-    return next(record.run for record in segment if record.WhichOneof("record_type") == "run")
+    return of(segment, "run")[0]
 
 
 def test_a_step_is_a_row_with_every_number_as_it_was(tmp_path: Path) -> None:
@@ -136,8 +146,8 @@ def test_neither_the_command_line_nor_code_and_packages_are_stored(tmp_path: Pat
     logger = make(tmp_path)
     logger.scalars(0, {"a": 1.0})
     logger.close()
-    assert not list(tmp_path.rglob("wandb-metadata.json")) + list(tmp_path.rglob("requirements.txt"))
     kinds = {record.WhichOneof("record_type") for record in segments(tmp_path)[0]}
+    assert not list(tmp_path.rglob("wandb-metadata.json")) + list(tmp_path.rglob("requirements.txt"))
     assert not kinds & {"output", "output_raw", "environment"}
 
 
@@ -313,7 +323,7 @@ def test_a_run_that_an_error_ends_is_told_as_failed(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(fake_model.FakeStrategy, "update", fail)
     assert turnwise("train", "run.yaml", "output_dir=ill").exit_code == 1
     for folder, code in (("well", 0), ("ill", 1)):
-        (end,) = [r.exit for r in segments(tmp_path / folder)[0] if r.WhichOneof("record_type") == "exit"]
+        (end,) = of(segments(tmp_path / folder)[0], "exit")
         assert end.exit_code == code
 
 
