@@ -13,7 +13,7 @@ SGLANG := .venv-sglang
 DIST := dist
 INSTALL := pip install --quiet --disable-pip-version-check
 
-.PHONY: train test fuzz check format docs wheels clean setup study setup-engines test-engines matrix
+.PHONY: train train-async test fuzz check format docs wheels clean setup study setup-engines test-engines matrix
 
 $(VENV)/.ready: requirements/run.txt requirements/dev.txt $(wildcard core/pyproject.toml plugins/*/*/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,9 @@ setup: $(VENV)/.ready  ## the virtual environment with every distribution of the
 
 train: $(VENV)/.ready  ## the main job: FrozenLake from random weights
 	$(BIN)/turnwise train examples/frozen_lake.yaml $(ARGS)
+
+train-async: $(VENV)/.ready  ## the main job with the next batch played while the trainer trains
+	$(BIN)/turnwise train examples/frozen_lake_async.yaml $(ARGS)
 
 test: $(VENV)/.ready  ## all tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not matrix" $(ARGS)

@@ -211,6 +211,9 @@ def test_time_from_an_earlier_run_by_hand(tmp_path: Path) -> None:
         values["total"] == 10 * 6.0 + 4 * 15.0 + 2 * 3.0
     )  # before steps 0, 4, 8 and at the end; after step 5 and at the end
     assert estimates.times(run_of(), tmp_path / "metrics.jsonl")["total"] == 10 * 6.0 + 3.0
+    # Played ahead, a step is as long as the slower side: 3 seconds of rollout, or 3 of training.
+    ahead = estimates.times(evolve(config, async_generation_ratio=1), tmp_path)
+    assert (ahead["step"], ahead["one_after_the_other"]) == (3.0, 6.0)
 
 
 @pytest.mark.parametrize("text", [None, "not json\n", '{"step": 0}\n'])

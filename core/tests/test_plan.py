@@ -108,6 +108,7 @@ def test_a_small_run_by_hand() -> None:
         "evaluations": 3,  # before steps 0, 4 and 8
         "evaluation_trajectories": 30,
         "evaluations_at_end": 1,
+        "staleness": None,
         "merged": False,
         "critic": None,
         "warmup_steps": 2,
@@ -316,3 +317,20 @@ def test_the_text_is_aligned_and_ranges_are_spelled() -> None:
         "evaluations    500 with 1,500 trajectories and the final one",
         "learning rate  start 0.5, middle 0.5, end 0.5",
     ]
+
+
+def test_what_is_played_ahead_is_bounded_in_steps_groups_and_tokens() -> None:
+    config = run_of(4, 2, 10)
+    assert planning.arithmetic(config)["staleness"] is None
+    assert "staleness" not in planning.render(planning.arithmetic(config))
+    ahead = evolve(config, async_generation_ratio=2)
+    plan = planning.arithmetic(ahead)
+    turns, tokens = ahead.custom_envs["T"].max_steps, ahead.actor_infer.generating_args.max_new_tokens
+    assert plan["staleness"] == {
+        "steps": 2, "groups": 8, "episodes": 16, "tokens": 2 * 8 * turns * tokens, "weight_update": "between_batches",
+    }  # fmt: skip
+    assert "staleness      at most 2 steps; played ahead, between batches: at most 8 groups" in planning.render(plan)
+    stale = [line for line in planning.warnings(ahead, plan) if "staler and no faster" in line]
+    assert len(stale) == 1
+    once = evolve(config, async_generation_ratio=1)
+    assert "no faster" not in " ".join(planning.warnings(once, planning.arithmetic(once)))

@@ -293,3 +293,17 @@ def test_the_history_travels_through_json() -> None:
     assert History.from_plain(json.loads(json.dumps(history.to_plain()))) == history
     assert History.from_plain(History().to_plain()) == History()
     assert History.from_plain({"evaluations": {}, "baselines": {}, "last": {}}) == History()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sampler", "expected"),
+    [
+        (0.5, 0.05, "trainer was idle for 50%, the sampler for 5%. The trainer waits: more sampling engines"),
+        (0.0, 0.3, "trainer was idle for 0%, the sampler for 30%. The sampler waits: the trainer is the slower side"),
+        (0.05, 0.05, "the sampler for 5%."),
+    ],
+)
+def test_the_report_says_which_side_waits(trainer: float, sampler: float, expected: str) -> None:
+    last = {"time/step": 10.0, "time/trainer_idle": 10 * trainer, "time/sampler_idle": 10 * sampler}
+    assert expected in report.who_waits(last)
+    assert report.who_waits({"time/step": 10.0}) == ""

@@ -21,6 +21,8 @@ WIDTH = 60
 """Columns of the picture of the learning rate."""
 ROWS = 9
 """Lines of its table."""
+BALANCED = 0.1
+"""Share of a step for which a side may wait without a word on what to turn."""
 
 
 @define
@@ -76,6 +78,8 @@ def write(folder: Path, config: RunConfig, history: History, saved: Path | None)
     if history.rates:
         parts.append(_learning_rate(history.rates))
     parts += [f"![{name}]({name})" for name in _pictures(config)]
+    if waits := who_waits(history.last):
+        parts.append(waits)
     marks = unhealthy(
         history.last, config, history.first, max((max(r[1:]) for r in history.rates.values()), default=None)
     )
@@ -86,6 +90,21 @@ def write(folder: Path, config: RunConfig, history: History, saved: Path | None)
     text = "\n\n".join(parts) + "\n"
     (folder / "report.md").write_text(text, encoding="utf-8")
     return text
+
+
+def who_waits(last: Mapping[str, float]) -> str:
+    """Which side of asynchronous training waited for which in the last step, and what to turn; empty for none."""
+    step, trainer, sampler = (last.get(f"time/{name}", 0.0) for name in ("step", "trainer_idle", "sampler_idle"))
+    if "time/trainer_idle" not in last or not step > 0:
+        return ""
+    shares = f"In the last step the trainer was idle for {min(1.0, trainer / step):.0%}, the sampler for {min(1.0, sampler / step):.0%}."
+    if max(trainer, sampler) < BALANCED * step:
+        return shares
+    if trainer > sampler:
+        return (
+            f"{shares} The trainer waits: more sampling engines or environments would help, a larger ratio would not."
+        )
+    return f"{shares} The sampler waits: the trainer is the slower side, and a larger ratio would not help."
 
 
 def _learning_rate(rates: Mapping[int, Sequence[float]]) -> str:

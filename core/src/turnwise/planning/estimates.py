@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from attrs import evolve
+
 from turnwise.config.schema import Choice, Role, RunConfig
 from turnwise.config.updates import rows_per_update, strategy_capabilities, token_budget
 from turnwise.contracts.batch_adjust import AdjustContext
 from turnwise.data.numbers import BYTES
 from turnwise.errors import ConfigError, PluginError
+from turnwise.planning import transport
 from turnwise.planning.assembly import (
     backend_capabilities,
     build,
@@ -58,6 +61,7 @@ def estimates(
         "memory": memory(config, facts, int(device_gb * 1e9)) if facts is not None else None,
         "cpu": main_memory(config, facts, tokens["trained"]),
         "disk": disk(config, facts, tokens),
+        "copied": copied(config, facts),
         "time": times(config, earlier) if earlier is not None else None,
     }
 
@@ -81,11 +85,24 @@ def main_memory(config: RunConfig, facts: ModelFacts | None, tokens: int) -> dic
     token were of one."""
     models = 1 + needs_reference(config) + (config.critic is not None)
     out = {name: width * tokens for name, width in CPU_BYTES_PER_TOKEN.items()}
+    out["rollout"] *= 1 + config.async_generation_ratio  # what is played ahead is kept, too
     # The actor's, the reference's and the critic's values: a column each.
     out["log_probs"] *= models
     if facts is not None and facts.image is not None:
         out["images"] = facts.image.pixel_bytes * tokens
     return out
+
+
+def copied(config: RunConfig, facts: ModelFacts | None) -> int | None:
+    """Bytes of the weights that the sampler has of its own where it would share the trainer's, were nothing played
+    ahead; None where it would not, or the model is not known."""
+    if facts is None or not config.async_generation_ratio:
+        return None
+    try:
+        shared = transport.choose(evolve(config, async_generation_ratio=0)) == "shared"
+    except (ConfigError, PluginError):
+        return None
+    return facts.parameters * BYTES[config.actor_infer.model_args.dtype] if shared else None
 
 
 def updates_by_policy(config: RunConfig) -> dict[str, list[int]]:
@@ -209,7 +226,8 @@ def times(config: RunConfig, earlier: Path) -> dict[str, Any]:
         raise ConfigError(
             f"--from {earlier}: {path} holds no time/step. Fix: the output_dir of a run that finished a step."
         )
-    apart = {"step", "eval", "save"}
+    # What is idle, and `publish`, are other phases by another name.
+    apart = {"step", "eval", "save", "trainer_idle", "sampler_idle", "publish"}
     # Evaluations and saves come at a rhythm of their own, and `step` would count the other phases twice.
     names = sorted({key.removeprefix("time/") for line in steps for key in line if key.startswith("time/")} - apart)
     phases = {name: sum(line.get(f"time/{name}") or 0.0 for line in steps) / len(steps) for name in names}
@@ -223,9 +241,13 @@ def times(config: RunConfig, earlier: Path) -> dict[str, Any]:
     # One at the end in any case, and none twice where save_steps divides max_steps.
     saves = 1 + ((config.max_steps - 1) // config.save_steps if config.save_steps else 0)
     one_evaluation, one_save = (sum(x) / len(x) if x else 0.0 for x in (played, saved))
-    a_step = sum(phases.values())
+    summed, rollout = sum(phases.values()), phases.get("rollout", 0.0)
+    # Played ahead, a step takes as long as the slower side. A run that did so itself measured that already.
+    ahead = config.async_generation_ratio > 0 and not any("time/trainer_idle" in line for line in steps)
+    a_step = max(rollout, summed - rollout) if ahead else summed
     return {
         "phases": phases,
+        "one_after_the_other": summed if ahead else None,
         "step": a_step,
         "evaluation": one_evaluation,
         "save": one_save,
@@ -278,6 +300,10 @@ def render(values: Mapping[str, Any]) -> str:
             ("model", f"{values['model']['parameters'] / 1e9:.3g} billion parameters ({values['model']['config']})")
         )
         lines += [("memory" if i == 0 else "", _memory_line(line)) for i, line in enumerate(values["memory"])]
+    if values["copied"] is not None:
+        lines.append(
+            ("", f"actor_infer: {_bytes(values['copied'])} are a copy of the weights, which playing ahead needs")
+        )
     cpu = values["cpu"]
     lines.append(("main memory", ", ".join(f"{name} {_bytes(size)}" for name, size in cpu.items()) + ", at most"))
     disk_ = values["disk"]
@@ -290,12 +316,19 @@ def render(values: Mapping[str, Any]) -> str:
             (
                 "time",
                 (
-                    f"{_duration(spent['total'])}; a step {spent['step']:.3g} s ({phases}), an evaluation"
+                    f"{_duration(spent['total'])}; a step {spent['step']:.3g} s{_slower(spent)} ({phases}), an evaluation"
                     f" {spent['evaluation']:.3g} s"
                 ),
             )
         )
     return "\n".join(f"{name:<14} {text}" for name, text in lines)
+
+
+def _slower(spent: Mapping[str, Any]) -> str:
+    together = spent["one_after_the_other"]
+    return (
+        f", the slower of rollout and training ({together:.3g} s one after the other)" if together is not None else ""
+    )
 
 
 def _memory_line(line: Mapping[str, Any]) -> str:

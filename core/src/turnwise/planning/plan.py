@@ -38,7 +38,28 @@ def arithmetic(config: RunConfig) -> dict[str, Any]:
         "evaluations": evaluations,
         "evaluation_trajectories": evaluations * episodes,
         "evaluations_at_end": at_end,
+        "staleness": staleness(config),
         "critic": training(config, config.critic) if config.critic is not None else None,
+    }
+
+
+def staleness(config: RunConfig) -> dict[str, Any] | None:
+    """How old a trained token may be, in steps, and the most groups, episodes and sampled tokens that are played ahead;
+    None where nothing is."""
+    ratio = config.async_generation_ratio
+    if not ratio:
+        return None
+    args = config.train_env_manager.generating_args or config.actor_infer.generating_args
+    tokens = 0
+    for tag, played in assembly.planned_episodes(config.train_env_manager).items():
+        env = config.custom_envs[tag]
+        tokens += played * env.max_steps * min(args.max_new_tokens, env.max_tokens_per_step or args.max_new_tokens)
+    return {
+        "steps": ratio,
+        "groups": ratio * config.train_env_manager.num_env_groups,
+        "episodes": ratio * config.rollout_batch_size,
+        "tokens": ratio * tokens,
+        "weight_update": config.weight_update,
     }
 
 
@@ -115,6 +136,11 @@ def warnings(config: RunConfig, plan: dict[str, Any]) -> list[str]:
     out = _of_the_schedule("", config, config.actor_train, plan)
     if config.critic is not None:
         out += _of_the_schedule("critic: ", config, config.critic, plan["critic"])
+    if config.async_generation_ratio > 1 and config.weight_update == "between_batches":
+        out.append(
+            f"async_generation_ratio {config.async_generation_ratio} with weight_update between_batches: one batch is"
+            " played while one is trained whatever the ratio, so more than 1 is staler and no faster. Fix: 1"
+        )
     if plan["updates_per_step"][0] != plan["updates_per_step"][1]:
         out.append(
             f"batch_adjust_mode {config.batch_adjust_mode.name!r} counts rows: the number of updates depends on the"
@@ -170,6 +196,14 @@ def render(plan: dict[str, Any]) -> str:
         ("evaluations", f"{plan['evaluations']} with {plan['evaluation_trajectories']:,} trajectories{final}"),
         *_rate_lines(plan),
     ]
+    if (ahead := plan["staleness"]) is not None:
+        lines.append(
+            (
+                "staleness",
+                f"at most {ahead['steps']} steps; played ahead, {ahead['weight_update'].replace('_', ' ')}: at most"
+                f" {ahead['groups']:,} groups, {ahead['episodes']:,} trajectories, {ahead['tokens']:,} sampled tokens",
+            )
+        )
     if plan["critic"] is not None:
         own = [*_update_lines(plan["critic"], plan["max_steps"]), *_rate_lines(plan["critic"])]
         lines += [("critic" if i == 0 else "", f"{name}: {text}") for i, (name, text) in enumerate(own)]

@@ -150,3 +150,10 @@ def test_the_module_with_the_hooks_names_its_logger() -> None:
 
     (record,) = loggers()
     assert (record.name, record.requires) == ("console", ("rich",))
+
+
+def test_idle_times_are_shown_as_shares_of_the_step() -> None:
+    metrics = {"time/step": 4.0, "time/trainer_idle": 1.0, "time/sampler_idle": 0.1}
+    shown = {item.label: item.text for item in select(metrics, DEFAULT_KEYS)}
+    assert shown == {"time": "4.0s", "trainer idle": "25%", "sampler idle": "2%"}
+    assert [item.text for item in select({"time/trainer_idle": 1.0}, DEFAULT_KEYS)] == ["1.0s"]

@@ -13,6 +13,8 @@ DEFAULT_KEYS = (
     "time/rollout",
     "time/actor_train",
     "time/step",
+    "time/trainer_idle",
+    "time/sampler_idle",
     "val/*/success",
     "val/*/score/mean",
 )
@@ -21,7 +23,8 @@ DEFAULT_KEYS = (
 @frozen
 class ConsoleConfig:
     """`keys`: the metrics to show, in this order; `*` in a name stands for a tag, and names under `val/` go to the line
-    of an evaluation. `progress`: draw a progress bar where the output is a terminal."""
+    of an evaluation. Of a name that ends in `_idle` the share of the step is shown. `progress`: draw a progress bar where
+    the output is a terminal."""
 
     keys: tuple[str, ...] = DEFAULT_KEYS
     progress: bool = True

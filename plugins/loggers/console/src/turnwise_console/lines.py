@@ -19,6 +19,8 @@ LABELS = {
     "time/rollout": "roll",
     "time/actor_train": "train",
     "time/step": "time",
+    "time/trainer_idle": "trainer idle",
+    "time/sampler_idle": "sampler idle",
 }
 
 
@@ -38,6 +40,12 @@ def number(name: str, value: float) -> str:
     return f"{value:.1f}s" if name.startswith("time/") else f"{value:.4g}"
 
 
+def idle(seconds: float, metrics: Mapping[str, float]) -> str:
+    """The share of the step that somebody had nothing to do."""
+    step = metrics.get("time/step", 0.0)
+    return f"{min(1.0, seconds / step):.0%}" if step > 0 else number("time/", seconds)
+
+
 def select(metrics: Mapping[str, float], keys: Iterable[str]) -> list[Shown]:
     """The metrics that `keys` name, in the order of `keys`, each metric once."""
     shown: dict[str, Shown] = {}
@@ -47,7 +55,8 @@ def select(metrics: Mapping[str, float], keys: Iterable[str]) -> list[Shown]:
             match = pattern.fullmatch(name)
             # Keys may overlap: the first that names a metric decides its place and label.
             if match and name not in shown:
-                shown[name] = Shown(_label(key, name), "/".join(match.groups()), number(name, float(value)))
+                text = idle(float(value), metrics) if name.endswith("_idle") else number(name, float(value))
+                shown[name] = Shown(_label(key, name), "/".join(match.groups()), text)
     return list(shown.values())
 
 
