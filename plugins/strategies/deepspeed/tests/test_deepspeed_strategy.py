@@ -3,11 +3,9 @@ kit."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,12 @@ from deepspeed_cases import FORMS, context, five_updates, furthest, make_picture
 
 from turnwise.contracts.train import Lora, LossChoice, Objective
 from turnwise.data.rows import Update
-from turnwise.errors import CheckpointError, ConfigError, MachineError, OutOfMemory, TrainerError
-from turnwise_deepspeed import compiled, memory
-from turnwise_torch.fixtures import tiny_model, tiny_vision_model
+from turnwise.errors import ConfigError, OutOfMemory, TrainerError
+from turnwise_deepspeed import memory
+from turnwise_torch.fixtures import tiny_vision_model
 from turnwise_torch.models import load_causal_lm
 from turnwise_torch.strategy import TorchStrategy
-from turnwise_torch.testing import Planted, weights_of
+from turnwise_torch.testing import weights_of
 
 deepspeed = pytest.importorskip(
     "deepspeed", reason="deepspeed is not installed (pip install 'turnwise-deepspeed[deepspeed]')"
@@ -324,60 +322,6 @@ def test_frozen_parameters_stay(build: Build, form: str) -> None:
         assert torch.equal(tensor, after[name]) == name.startswith("model.layers.0."), name
 
 
-def test_a_state_from_before_the_first_update_is_undone_exactly(build: Build, tmp_path: Path) -> None:
-    first, *_ = five_updates()
-    one, two = build(zero(3)), build(zero(3))
-    one.save(tmp_path)
-    two.update(first)
-    two.load(tmp_path)
-    assert one.update(first).loss == two.update(first).loss
-    assert furthest(weights_of(one), weights_of(two)) == 0.0
-
-
-@pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_damaged_state_is_reported_in_one_line(build: Build, tmp_path: Path, damage: str) -> None:
-    strategy = build(zero(2))
-    strategy.save(tmp_path)
-    for file in tmp_path.rglob("*_states.pt"):
-        if damage == "gone":
-            file.unlink()
-        else:
-            file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises(CheckpointError, match=r"is cut short or damaged: .*\. Fix: ") as caught:
-        strategy.load(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("which", ["model_states", "optim_states"])
-def test_a_state_that_would_run_code_is_refused_before_it_does(
-    build: Build, tmp_path: Path, stage: int, which: str
-) -> None:
-    strategy, ran = build(zero(stage)), tmp_path / "ran"
-    strategy.save(tmp_path)
-    for file in tmp_path.rglob(f"*{which}.pt"):
-        held = torch.load(file, weights_only=False)
-        torch.save({**held, "planted": Planted(ran)}, file)
-    if stage == 0 and which == "optim_states":
-        return strategy.load(tmp_path)  # one file holds all
-    with pytest.raises(
-        CheckpointError, match=r"holds more than tensors and numbers, and was not read\. Fix: "
-    ) as caught:
-        strategy.load(tmp_path)
-    assert "\n" not in str(caught.value)
-    assert not ran.exists()
-
-
-def test_a_state_of_another_model_and_a_place_that_cannot_be_written_are_reported(build: Build, tmp_path: Path) -> None:
-    build(zero(1), model=tiny_model(tmp_path / "model", vocab_size=60)).save(tmp_path / "state")
-    strategy = build(zero(1))
-    with pytest.raises(CheckpointError, match=r"belongs to another model than .*\. Fix: "):
-        strategy.load(tmp_path / "state")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot write the training state"):
-        strategy.save(tmp_path / "file" / "below")
-
-
 def test_a_reference_of_stage_2_is_a_model_without_an_engine(build: Build, folder: Path) -> None:
     reference = build(zero(2), trainable=False, objective=None, role="reference", dtype="bf16")
     expected = TorchStrategy(None, context(folder, trainable=False, objective=None, dtype="bf16"))
@@ -390,71 +334,6 @@ def test_a_reference_of_stage_2_is_a_model_without_an_engine(build: Build, folde
 def test_what_check_finds_is_refused_when_it_is_built(build: Build) -> None:
     with pytest.raises(ConfigError, match=r"\.train_batch_size: set by the run"):
         build(evolve(zero(2), engine_args={"train_batch_size": 8}))
-
-
-@pytest.mark.matrix
-def test_deepspeed_s_own_cpu_optimizer_steps_as_torch_s(
-    build: Build, plain: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compiles a C++ extension, where a build was killed before."""
-    leave_a_lock(tmp_path, monkeypatch)
-    expected, weights = plain()
-    strategy = build(evolve(zero(3, "optimizer"), zero_force_ds_cpu_optimizer=True))
-    assert type(strategy.engine.basic_optimizer).__name__ == "DeepSpeedCPUAdam"
-    for one, other in zip(run_updates(strategy), expected, strict=True):
-        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
-    assert furthest(weights_of(strategy), weights) <= 1e-4
-
-
-def leave_a_lock(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What a build in `root` that was killed leaves behind."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(root))
-    with compiled.building_alone("cpu_adam"):
-        lock = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "cpu_adam" / "lock"
-        lock.parent.mkdir()
-        lock.touch()
-    return lock
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_build_waits_for_no_build_that_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    lock = leave_a_lock(tmp_path, monkeypatch)
-    assert lock.is_file()
-
-    def load(builder: Any, verbose: bool) -> None:
-        assert not lock.exists()
-        assert Path(os.environ["TORCH_EXTENSIONS_DIR"]) == lock.parent.parent
-        if fails:
-            raise deepspeed.ops.op_builder.builder.MissingCUDAException(
-                "no compiler\nand more"
-            )  # no RuntimeError, nor any other of Python's
-
-    monkeypatch.setattr(deepspeed.ops.op_builder.CPUAdamBuilder, "load", load)
-    with (
-        pytest.raises(MachineError, match=r"cannot be compiled: no compiler\. Fix: .*zero_force_ds_cpu_optimizer")
-        if fails
-        else nullcontext()
-    ):
-        compiled.prepare_cpu_adam()
-    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path)
-
-
-def test_one_process_builds_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    code = (
-        "from turnwise_deepspeed.compiled import building_alone\nprint('here', flush=True)\nwith building_alone('x'):"
-        " print('inside', flush=True)"
-    )
-    environment = dict(os.environ)
-    with compiled.building_alone("x"):
-        other = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
-        assert other.stdout is not None
-        assert other.stdout.readline() == "here\n"
-        with pytest.raises(subprocess.TimeoutExpired):
-            other.wait(1)
-    assert other.communicate(timeout=60)[0] == "inside\n"
 
 
 def test_the_conformance_kit_passes_without_a_skip() -> None:
