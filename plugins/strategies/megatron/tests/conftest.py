@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,23 @@ def lab() -> Any:
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2 with tied embeddings."""
     return make_model(tmp_path_factory.mktemp("qwen2"))
+
+
+@pytest.fixture
+def build(lab: Any, qwen2: Path) -> Iterator[Any]:
+    """Build the strategy on the tiny Qwen2; keywords go to the context, `config` is the strategy's. All are closed in
+    the end."""
+    from turnwise_megatron.strategy import MegatronStrategy
+
+    gc.freeze()  # what is there stays out of the collection below
+    made = []
+
+    def make(config: Any = None, model: Path = qwen2, **changes: Any) -> Any:
+        made.append(MegatronStrategy(config, lab.context_of(model, **changes)))
+        return made[-1]
+
+    yield make
+    for strategy in made:
+        strategy.close()
+    made.clear()
+    gc.collect()  # Megatron's cycles hold descriptors

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import importlib.util
+import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -176,8 +177,6 @@ def adapted() -> Callable[..., Any]:
     names of PEFT's files, and their configuration; saved by PEFT in `place`."""
 
     def make(folder: Path, seed: int, place: Path | None = None) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-        import json
-
         import torch
         from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
@@ -204,3 +203,41 @@ def adapted() -> Callable[..., Any]:
         return model, get_peft_model_state_dict(model), config
 
     return make
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of a model with two layers and two key-value heads of 32."""
+    facts = {
+        "vocab_size": 100,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(facts), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def engine_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A vLLM of four arguments."""
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    text = """
+class EngineArgs:
+    model: str = ""
+    max_num_seqs: int = 1
+    swap_space: int = 0
+
+
+class AsyncEngineArgs(EngineArgs):
+    enable_log_requests: bool = False
+"""
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_loader("vllm", None, is_package=True)
+    assert spec is not None
+    spec.submodule_search_locations = [str(tmp_path / "vllm")]
+    from turnwise_vllm import arguments
+
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: spec if name == "vllm" else None)
+    monkeypatch.setattr(arguments, "cpu_build", lambda: False)

@@ -4,9 +4,6 @@ are not ours, versions."""
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,49 +19,10 @@ from turnwise.testing.fake_model import FakeChat
 from turnwise_vllm import arguments, inference_backends
 from turnwise_vllm.backend import VllmBackend
 from turnwise_vllm.config import RUNTIME_BYTES, VllmConfig
-from turnwise_vllm.guard import Guard
-from turnwise_vllm.process import server_command, server_environment
 from turnwise_vllm.requests import Answer, are_ours, generation, sampling
-from turnwise_vllm.server import ServedEngine
 
 GB = 10**9
 TP, PP, SHARE = "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder of a model with two layers and two key-value heads of 32."""
-    facts = {
-        "vocab_size": 100,
-        "hidden_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(facts), encoding="utf-8")
-    return tmp_path
-
-
-@pytest.fixture
-def engine_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A vLLM of four arguments."""
-    (tmp_path / "vllm" / "engine").mkdir(parents=True)
-    text = """
-class EngineArgs:
-    model: str = ""
-    max_num_seqs: int = 1
-    swap_space: int = 0
-
-
-class AsyncEngineArgs(EngineArgs):
-    enable_log_requests: bool = False
-"""
-    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_loader("vllm", None, is_package=True)
-    assert spec is not None
-    spec.submodule_search_locations = [str(tmp_path / "vllm")]
-    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: spec if name == "vllm" else None)
-    monkeypatch.setattr(arguments, "cpu_build", lambda: False)
 
 
 @pytest.mark.parametrize(("tp", "pp", "world", "engines"), [(1, 1, 8, 8), (4, 1, 8, 2), (2, 2, 8, 2), (1, 1, 1, 1)])
@@ -237,18 +195,6 @@ def test_an_engine_that_takes_turns_on_gpus_is_started_to_sleep_unless_somebody_
     assert config.capabilities.sleeps_on_demand is (option is None)
 
 
-@pytest.mark.engines
-@pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra: turnwise-vllm[vllm] or [cpu])"
-)
-def test_argument_names_are_those_of_the_real_engine() -> None:
-    known = arguments.argument_names()
-    assert known is not None
-    typed = set(arguments.engine_arguments(VllmConfig(), InferenceContext(Path(), None), cpu=False))
-    assert typed <= known
-    assert {"speculative_config", "scheduling_policy", "enable_log_requests"} <= known
-
-
 def test_an_engine_on_gpus_sleeps_only_where_sleeping_is_enabled(folder: Path) -> None:
     assert "enable_sleep_mode: true" in VllmConfig(enable_sleep_mode=False).capabilities.cannot_sleep
     assert VllmConfig(enable_sleep_mode=True).capabilities.cannot_sleep == ""
@@ -269,58 +215,6 @@ def test_an_update_after_which_the_engine_serves_another_version_is_reported(fol
     backend.engine = Engine()  # type: ignore[assignment]
     with pytest.raises(EngineError, match="version 3 of the weights was sent, and vLLM serves 2"):
         asyncio.run(backend.receive(Offer("safetensors", 3, {"folder": "x"})))
-
-
-def test_a_models_own_code_runs_in_the_engine_only_where_the_run_says_so(folder: Path) -> None:
-    for trusted in (False, True):
-        made = arguments.engine_arguments(
-            VllmConfig(), InferenceContext(folder, None, trust_remote_code=trusted), cpu=False
-        )
-        assert made["trust_remote_code"] is trusted
-    (line,) = VllmBackend.check(VllmConfig(engine_args={"trust_remote_code": True}), InferenceContext(None, None))
-    assert "engine_args.trust_remote_code: set by the run. Fix: leave it out, and set trust_remote_code" in str(line)
-
-
-def test_arguments_of_a_cpu_are_small_and_those_of_gpus_are_the_engines(folder: Path) -> None:
-    context = InferenceContext(folder, None, dtype="fp32", sequence_length=200, infer_batch_size=10)
-    cpu = arguments.engine_arguments(VllmConfig(engine_args={"swap_space": 1}), context, cpu=True)
-    # Two blocks of 128 tokens for each of ten sequences; a token is key and value of two layers of two heads of 32
-    # float32 numbers.
-    assert cpu["kv_cache_memory_bytes"] == 10 * 256 * (2 * 2 * 2 * 32 * 4)
-    assert (cpu["enforce_eager"], cpu["max_num_seqs"], cpu["max_model_len"], cpu["dtype"], cpu["swap_space"]) == (
-        True,
-        10,
-        200,
-        "float32",
-        1,
-    )
-    assert SHARE not in cpu
-    given = arguments.engine_arguments(
-        VllmConfig(block_size=32, gpu_memory_utilization=0.4), InferenceContext(folder, None), cpu=False
-    )
-    assert (given["block_size"], given[SHARE]) == (32, 0.4)
-    gpu = arguments.engine_arguments(
-        VllmConfig(tensor_parallel_size=2), InferenceContext(folder, None, devices=(0, 1, 2, 3)), cpu=False
-    )
-    assert (gpu["enforce_eager"], gpu["data_parallel_size"], gpu[SHARE]) == (False, 2, 0.9)
-    assert gpu["distributed_executor_backend"] == "mp"  # in a Ray actor's place vLLM would take Ray
-    assert "distributed_executor_backend" not in cpu
-    assert "kv_cache_memory_bytes" not in gpu
-    assert arguments.cache_bytes(VllmConfig(), context, 200, 10**9) == 4 * 2**30
-
-
-def test_the_environment_lasts_for_the_start_and_leaves_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    values = arguments.environment(VllmConfig(start_timeout=7.5), cpu=True)
-    assert "OMP_NUM_THREADS" not in values
-    assert values["VLLM_ENGINE_READY_TIMEOUT_S"] == "7"
-    monkeypatch.setenv("LD_PRELOAD", "")
-    with arguments.applied(values):
-        assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
-        os.environ["LD_PRELOAD"] = "set by vLLM"
-    assert "VLLM_LOGGING_LEVEL" not in os.environ
-    assert os.environ["LD_PRELOAD"] == ""
 
 
 @pytest.mark.parametrize(
@@ -362,137 +256,10 @@ def test_the_text_ends_at_the_stop_string_and_the_ids_do_not(included: bool, tex
     assert answer.ids.tolist() == [65, 66, 67]
 
 
-@pytest.mark.parametrize(
-    ("path", "headers", "status"),
-    [
-        ("/collective_rpc", [], 401),
-        ("/v1/models", [(b"authorization", b"Bearer other")], 401),
-        ("/pause", [(b"authorization", b"Basic the-key")], 401),
-        ("/collective_rpc", [(b"authorization", b"Bearer the-key")], 200),
-        ("/health", [], 200),
-        ("/health/other", [], 401),
-    ],
-)
-def test_a_server_of_the_run_answers_who_has_its_key(
-    monkeypatch: pytest.MonkeyPatch, path: str, headers: list[Any], status: int
-) -> None:
-    """vLLM itself guards its routes of requests alone: not those of weights, nor the one that calls any method of its
-    workers."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-
-    async def scene() -> None:
-        guard = Guard(app)
-        for kind in ("http", "lifespan"):
-            sent: list[Any] = []
-
-            async def send(message: Any, sent: list[Any] = sent) -> None:
-                sent.append(message)
-
-            await guard({"type": kind, "path": path, "headers": headers}, None, send)
-            assert sent[0]["status"] == (status if kind == "http" else 200)
-
-    monkeypatch.setenv("VLLM_API_KEY", "the-key")
-    asyncio.run(scene())
-
-
-def test_the_servers_key_is_in_its_environment_alone(folder: Path) -> None:
-    context = InferenceContext(folder, None)
-    assert server_environment(VllmConfig(mode="server"), context, True, "the-key")["VLLM_API_KEY"] == "the-key"
-    command = server_command({}, 1)
-    assert command[command.index("--middleware") + 1] == "turnwise_vllm.guard.Guard"
-
-
-@pytest.mark.usefixtures("engine_source")
-def test_the_key_of_an_attached_server_is_in_a_variable_that_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_KEY", raising=False)
-    context = InferenceContext(None, None)
-    (line,) = VllmBackend.check(VllmConfig(mode="attach", base_url="http://h:1", api_key_env="NO_KEY"), context)
-    assert line.machine and "the environment variable NO_KEY with the server's key is not set. Fix: set it" in line.text
-    (line,) = VllmBackend.check(VllmConfig(mode="attach", base_url="h:1"), context)
-    assert "'h:1' is no address" in line.text
-    (line,) = VllmBackend.check(VllmConfig(mode="server", api_key_env="NO_KEY"), context)
-    assert "api_key_env: is for mode attach, and mode is server" in str(line)
-
-
-def test_the_roles_devices_are_positions_within_what_the_run_may_see(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    values = server_environment(
-        VllmConfig(mode="server"), InferenceContext(folder, None, devices=(1, 2)), False, "the-key"
-    )
-    assert values["CUDA_VISIBLE_DEVICES"] == "5,6"
-
-
 def test_log_probs_that_are_no_numbers_are_an_error() -> None:
     answer = Answer([1], [float("nan")], [("0", 0, 1)], "stop")
     with pytest.raises(EngineError, match="not finite"):
         generation(answer, Request(0, GeneratingArgs(), 4), FakeChat(end=2), "processed_logprobs")
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected", "fix"),
-    [
-        ({}, {}, ""),
-        ({}, {"model": "/other"}, ""),  # whole weights come
-        ({"updates": False}, {}, ""),
-        ({"updates": False}, {"model": "/other"}, r"--model /\S+ \(it has /other, and no weights will be sent\)"),
-        (
-            {"lora": Lora(4, 8, None, "adapter")},
-            {"model": "/other"},
-            r"--model /\S+ \(it has /other, and only adapters will be sent\)",
-        ),
-        ({}, {"dtype": "torch.bfloat16"}, r"--dtype float32 \(it has bfloat16\)"),
-        ({}, {"max_model_len": 63}, r"--max-model-len 64 \(it has 63\)"),
-    ],
-)
-def test_an_attached_server_is_judged_by_what_it_reports(
-    folder: Path, changes: dict[str, Any], expected: dict[str, Any], fix: str
-) -> None:
-    context = InferenceContext(folder, None, **{"dtype": "fp32", "sequence_length": 64, **changes})
-    model = {
-        "model": str(folder),
-        "dtype": "torch.float32",
-        "max_model_len": 64,
-        "logprobs_mode": "processed_logprobs",
-        **expected,
-    }
-    server = {
-        "model_config": model,
-        "weight_transfer_config": {"backend": arguments.TRANSFER},
-        "lora_config": {"max_lora_rank": 8},
-    }
-    engine = ServedEngine(VllmConfig(mode="attach", base_url="http://h:1"), context)
-    if not fix:
-        engine.compare({"vllm_config": server})
-        return
-    with pytest.raises(
-        ConfigError, match=rf"^the vLLM server at http://h:1 does not fit this run\. Fix: start it with {fix}$"
-    ):
-        engine.compare({"vllm_config": server})
-
-
-def test_the_servers_command_line_has_the_arguments_in_vllms_spelling() -> None:
-    command = server_command(
-        {
-            "max_model_len": 64,
-            "enforce_eager": True,
-            "enable_prefix_caching": False,
-            "weight_transfer_config": {"backend": "b"},
-        },
-        5,
-    )
-    assert command[-6:] == [
-        "--max-model-len",
-        "64",
-        "--enforce-eager",
-        "--no-enable-prefix-caching",
-        "--weight-transfer-config",
-        '{"backend": "b"}',
-    ]
-    assert command[command.index("--host") + 1] == "127.0.0.1"
 
 
 def test_images_for_a_model_of_text_are_refused_before_anything_starts(folder: Path) -> None:
