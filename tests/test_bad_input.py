@@ -148,7 +148,7 @@ def test_a_broken_plugin_is_one_line_before_anything_starts(fake: Any, source: s
         ("./model", {"config.json": "{"}, "config.json is not a model's configuration"),
         (
             "./model",
-            {"config.json": '{"model_type": "qwen2"}', "tokenizer.json": "{}", "chat_template.jinja": "x"},
+            {"config.json": '{"model_type": "qwen2"}', "tokenizer.json": '{"model": {}}', "chat_template.jinja": "x"},
             "model has no weights as safetensors",
         ),
     ],
