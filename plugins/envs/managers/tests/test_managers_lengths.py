@@ -13,9 +13,11 @@ from managers_fakes import ROOMY, ScriptedEnv, ScriptedSampler, WatchedChat, goi
 from turnwise.contracts.chat import Message
 from turnwise.contracts.env_manager import Limits, ManagerContext
 from turnwise.data.batch import build_batch
-from turnwise.testing.fake_model import END
-from turnwise_managers.config import StepwiseConfig
+from turnwise.data.trajectory import int32
+from turnwise.testing.fake_model import END, FakeChat
+from turnwise_managers.config import StepwiseConfig, TrajectoryConfig
 from turnwise_managers.stepwise import StepwiseManager
+from turnwise_managers.trajectory import TrajectoryManager
 
 BOTH = pytest.mark.parametrize("merge", [False, True], ids=["apart", "merged"])
 
@@ -118,3 +120,51 @@ def test_every_end_keeps_the_turns_and_rewards_that_there_were(merge: bool, stop
     assert len(rows) == (1 if merge else 2)
     assert sum(row.response_mask.sum() for row in rows) == 4
     assert build_batch([played], [rows]).tokens["token_level_rewards"].sum() == 2.0
+
+
+class Counting(FakeChat):
+    """Remembers how many characters it was given; a token is `width` of them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.given = width, 0
+
+    def _ids(self, text: str) -> np.ndarray:
+        self.given += len(text)
+        return int32(np.full(len(text) // self.width, 7))
+
+    def render(self, messages: Sequence[Message], images: Sequence[np.ndarray] = (), tools: Any = None) -> np.ndarray:
+        return self._ids("".join(message["content"] for message in messages))
+
+    def extend(
+        self, ids: np.ndarray, finish: str, messages: Sequence[Message], images: Sequence[np.ndarray] = ()
+    ) -> np.ndarray:
+        return self._ids("".join(message["content"] for message in messages))
+
+    def continue_text(self, ids: np.ndarray, text: str) -> np.ndarray:
+        return self._ids(text)
+
+
+LONG = "x" * 10_000_000
+
+
+@pytest.mark.parametrize(
+    "make", [manager, lambda merge: TrajectoryManager(TrajectoryConfig(), ManagerContext("Tag", 10))]
+)
+@pytest.mark.parametrize(("first", "turns"), [(LONG, 0), ("short", 1)])
+def test_a_text_that_never_has_room_ends_the_episode_before_it_is_encoded(make: Any, first: str, turns: int) -> None:
+    chat = Counting(4)
+    env = ScriptedEnv(first, going(LONG))
+    played = run(make(False), env, ScriptedSampler(["up"]), chat=chat)
+    assert (played.stop_reason, len(played.turns)) == ("length", turns)
+    assert chat.given < 40 * ROOMY.sequence_length
+
+
+def test_a_text_of_few_tokens_has_room_however_long_it_is() -> None:
+    played = run(
+        manager(False),
+        ScriptedEnv(LONG, [("end", 1.0, True, False, {})]),
+        ScriptedSampler(["up"]),
+        chat=Counting(20_000),
+    )
+    assert (played.stop_reason, len(played.turns)) == ("terminated", 1)

@@ -14,6 +14,7 @@ from turnwise.contracts.environment import Response
 from turnwise.data.trajectory import Generation, StopReason, Trajectory, Turn, float32, int32
 from turnwise.errors import ConfigError, EngineError, EnvironmentFailure
 from turnwise_managers.drift import Drift
+from turnwise_managers.lengths import has_no_room
 from turnwise_managers.rules import Rules
 from turnwise_managers.samples import expert_indices
 from turnwise_managers.templates import Content, join_content, text_of
@@ -156,8 +157,8 @@ class Line:
 
         Raises EngineError for a response that was aborted or does not keep the contract, EnvironmentFailure as
         `extended`."""
-        prompt = self.prompts.of(self)
-        if prompt.ids is not None and len(prompt.ids) > self.prompts.longest(self):
+        prompt = None if self._without_room() else self.prompts.of(self)
+        if prompt is None or (prompt.ids is not None and len(prompt.ids) > self.prompts.longest(self)):
             # Every message shown belongs to a call, and this one is not made.
             self.shown.pop()
             self.stop = "length"
@@ -272,6 +273,12 @@ class Line:
             where = f"turn {len(self.turns)} of {episode.tag}, group {episode.group}, member {episode.member}"
             raise EngineError(f"the inference backend {problem}, in {where}")
         return generation
+
+    def _without_room(self) -> bool:
+        """Whether what is now shown is so long that it need not be rendered."""
+        if self.sampler.input == "messages":
+            return False
+        return has_no_room(self.chat, text_of(self.conversation(())), self.prompts.longest(self))
 
     def _dressed(self, content: Content) -> Content:
         """The content with the templates around it."""
