@@ -570,7 +570,10 @@ def test_test_plugin_without_pytest_says_what_to_install(monkeypatch: pytest.Mon
 
 
 def test_a_key_that_preflight_finds_at_fault_has_its_file_and_line(toy: Toy, tmp_path: Path) -> None:
-    path = toy(actor_train={"strategy_args": {"strategy_name": "fake"}, "device_mapping": [0, 1]})
+    path = toy(
+        actor_train={"strategy_args": {"strategy_name": "fake"}, "device_mapping": [0, 1]},
+        runtime="local",
+    )
     line = 1 + path.read_text().splitlines().index("  device_mapping:")
     for command, label in (("check", "config"), ("train", "error")):
         got = turnwise(command, path)

@@ -143,6 +143,7 @@ def test_files_that_include_one_another_again_and_again_are_refused(refusal: Cal
         (f"gamma: {DIGITS}", "more than 300 digits"),
         (f"seed: 0x{'f' * 5000}", "more than 300 digits"),
         ('plugins: ["a\\0b.py"]', "a NUL character"),
+        ('vars: {a: "\\ud800"}', "half of a surrogate pair"),
         (f"plugins: ['{'a' * 5000}.py']", "does not exist"),
         (f"defaults: ['{'a' * 5000}']", "neither a file beside this one nor a preset"),
         (f"output_dir: '{'a' * 5000}'", "must be a path of at most 4,095 bytes, 255 a name"),

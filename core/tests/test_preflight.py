@@ -380,7 +380,7 @@ def test_an_environment_whose_constructor_exits_is_reported_and_ends_nothing(toy
 
 def test_a_model_that_is_not_there_is_reported_when_the_rest_is_right(toy: Toy) -> None:
     assert only(found(toy(pretrain="no/such/model")).config).startswith(
-        "pretrain: 'no/such/model' is not a folder with weights.npy."
+        "$.pretrain: 'no/such/model' is not a folder with weights.npy."
     )
 
 

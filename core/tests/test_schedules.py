@@ -178,7 +178,7 @@ def test_a_wrong_schedule_is_reported_in_one_line(name: str, kwargs: dict[str, A
     with pytest.raises(ConfigError) as error:
         Schedule(name, 0, kwargs)
     assert any(line in problem for problem in error.value.problems)
-    assert all("\n" not in problem for problem in error.value.problems)
+    assert all("\n" not in problem and "Fix: " in problem for problem in error.value.problems)
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
@@ -188,12 +188,12 @@ def test_all_mistakes_are_reported_at_once() -> None:
 
 
 def test_ends_that_do_not_fit_the_run_are_reported_by_check() -> None:
-    assert Schedule("polynomial").check(1e-7, 10) == [
-        "lr_scheduler_kwargs.lr_end: 1e-07 is not below learning_rate 1e-07"
-    ]
-    assert Schedule("cosine_with_min_lr", 0, {"min_lr": 1e-5}).check(1e-6, 10) == [
-        "lr_scheduler_kwargs.min_lr: 1e-05 is not below learning_rate 1e-06"
-    ]
+    (end,) = Schedule("polynomial").check(1e-7, 10)
+    assert end.path == "lr_scheduler_kwargs.lr_end"
+    assert end.text.startswith("1e-07 is not below learning_rate 1e-07. Fix: ")
+    (floor,) = Schedule("cosine_with_min_lr", 0, {"min_lr": 1e-5}).check(1e-6, 10)
+    assert floor.path == "lr_scheduler_kwargs.min_lr"
+    assert floor.text.startswith("1e-05 is not below learning_rate 1e-06. Fix: ")
     assert len(Schedule("wsd", 5, {"num_decay_steps": 6}).check(1e-6, 10)) == 1
     assert Schedule("wsd", 4, {"num_decay_steps": 6}).check(1e-6, 10) == []
 

@@ -18,7 +18,7 @@ from turnwise.config.loader import Loaded, load
 from turnwise.config.schema import Choice
 from turnwise.data.record import plain
 from turnwise.data.transcript import readable
-from turnwise.errors import OutOfMemory, TurnwiseError
+from turnwise.errors import ConfigError, OutOfMemory, TurnwiseError
 from turnwise.pipeline import frames
 from turnwise.pipeline import standalone as play
 from turnwise.pipeline.loop import Interrupted
@@ -27,7 +27,7 @@ from turnwise.planning import estimates, resume
 from turnwise.planning import plan as planning
 from turnwise.planning.chat_drift import drift_warnings
 from turnwise.planning.device_problems import notes as device_notes
-from turnwise.planning.preflight import Findings, preflight, refuse
+from turnwise.planning.preflight import Findings, preflight, refuse, schedule_problems
 from turnwise.plugins import registry
 
 
@@ -218,6 +218,8 @@ def _player(name: str | None) -> Choice | None:
 def plan(path: Path, overrides: Sequence[str], *, as_json: bool, earlier: Path | None, device_gb: float) -> None:
     """Print the arithmetic of a run, and what it will need."""
     loaded = _loaded(path, overrides, notes=not as_json, planning=True)
+    if wrong := schedule_problems(loaded.config):  # of which there is no arithmetic
+        raise ConfigError([loaded.sources.placed(line) for line in wrong])
     values = planning.arithmetic(loaded.config)
     needs = estimates.estimates(loaded.config, path.parent, device_gb=device_gb, earlier=earlier)
     own = [*planning.warnings(loaded.config, values), *estimates.warnings(needs, loaded.config)]

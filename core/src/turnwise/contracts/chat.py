@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from attrs import field, frozen
 
+from turnwise.errors import Problem
+
 Message = dict[str, Any]
 """`{"role": str, "content": str | list of parts}`; an image part is `{"type": "image", "image": uint8 H×W×3}`."""
 
@@ -87,8 +89,8 @@ class ModelSource(Protocol):
         is built. Raises ConfigError (not a model, unknown recipe key) or MachineError (cannot be fetched here)."""
         ...
 
-    def check(self, pretrain: str | Mapping[str, Any]) -> list[str]:
-        """Problems that can be known before anything starts, one line each."""
+    def check(self, pretrain: str | Mapping[str, Any]) -> list[Problem]:
+        """What can be known before anything starts; paths begin with `pretrain`."""
         ...
 
     def chat(self, folder: Path) -> Chat:

@@ -64,7 +64,7 @@ def preflight(config: RunConfig, base: Path, lacks: Sequence[str] = (), missing:
     wrong += [
         *_environment_variables(config),
         *_transport_problems(config),
-        *_schedule_problems(config),
+        *schedule_problems(config),
         *_other_problems(config),
     ]
     lacks += [
@@ -206,20 +206,20 @@ def _target(kind: str, choice: Choice | None) -> Any:
         return None
 
 
-def _schedule_problems(config: RunConfig) -> list[str]:
+def schedule_problems(config: RunConfig) -> list[str]:
     """What fits neither the schedule, nor the learning rate, nor the number of steps."""
     lines = []
     for name in ("actor_train", "critic"):
         role = getattr(config, name)
         if role is None:
             continue
+        where, args = f"{name}.training_args", role.training_args
         try:
-            problems = schedule_of(role.training_args, config.max_steps).check(
-                role.training_args.learning_rate, config.max_steps
-            )
+            found = schedule_of(args, config.max_steps).check(args.learning_rate, config.max_steps)
         except ConfigError as error:
-            problems = error.problems
-        lines += [f"$.{name}.training_args.{line.removeprefix('training_args.')}" for line in problems]
+            lines += [f"$.{where}.{line}" for line in error.problems]
+        else:
+            lines += [str(evolve(problem, path=f"{where}.{problem.path}")) for problem in found]
     return lines
 
 
@@ -355,7 +355,7 @@ def _absent(environment: str) -> bool:
 
 def _source_problems(config: RunConfig, base: Path) -> list[str]:
     try:
-        return assembly.model_source(config, base).check(config.pretrain)
+        return [str(problem) for problem in assembly.model_source(config, base).check(config.pretrain)]
     except TurnwiseError as error:
         return str(error).split("\n")
 

@@ -11,7 +11,7 @@ from typing import Any
 from attrs import field, frozen
 
 from turnwise.config.schema import TrainingArgs
-from turnwise.errors import ConfigError, did_you_mean, listed
+from turnwise.errors import ConfigError, Problem, did_you_mean, listed
 
 
 @frozen
@@ -128,7 +128,7 @@ class Schedule:
 
     def __attrs_post_init__(self) -> None:
         if problems := _problems(self):
-            raise ConfigError(problems)
+            raise ConfigError([f"{problem.path}: {problem.text}" for problem in problems])
 
     def multiplier(self, x: float, max_steps: int, base: float | None = None) -> float:
         """λ(x) for 0 ≤ x < max_steps. `base`, the rate that λ multiplies, must be given for `polynomial` and for
@@ -145,20 +145,23 @@ class Schedule:
             return at.x / self.warmup_steps
         return shape(at, **self.kwargs)
 
-    def check(self, base: float, max_steps: int) -> list[str]:
-        """One line for each thing that fits neither this base rate nor this number of pipeline steps."""
-        problems = []
+    def check(self, base: float, max_steps: int) -> list[Problem]:
+        """What fits neither this base rate nor this number of pipeline steps; paths are dotted from training_args on."""
+        problems = list[Problem]()
         floor = "min_lr" if self.name == "cosine_with_min_lr" else "lr_end"
         rate = self.kwargs.get(floor, 1e-7 if self.name == "polynomial" else None)
         if rate is not None and not rate < base:
-            problems.append(f"lr_scheduler_kwargs.{floor}: {rate} is not below learning_rate {base}")
+            problems.append(
+                Problem(
+                    f"lr_scheduler_kwargs.{floor}",
+                    f"{rate} is not below learning_rate {base}. Fix: lower it, or raise learning_rate",
+                )
+            )
         # Where num_stable_steps is left out it is the rest, and always fits.
         phases = self.warmup_steps + self.kwargs.get("num_decay_steps", 0) + (self.kwargs.get("num_stable_steps") or 0)
         if self.name == "warmup_stable_decay" and phases > max_steps:
-            problems.append(
-                f"lr_scheduler_kwargs: warm-up, stable and decay phase take {phases} pipeline steps, and max_steps is"
-                f" {max_steps}"
-            )
+            text = f"warm-up, stable and decay phase take {phases} pipeline steps, and max_steps is {max_steps}"
+            problems.append(Problem("lr_scheduler_kwargs", f"{text}. Fix: shorten a phase, or raise max_steps"))
         return problems
 
 
@@ -173,39 +176,42 @@ def warmup_steps_of(warmup_steps: int, warmup_ratio: float, max_steps: int) -> i
     that was written: .07 of 100 steps are 7, not the 8 of binary fractions. Raises ConfigError for a ratio outside [0,
     1]."""
     if not 0 <= warmup_ratio <= 1:
-        raise ConfigError(f"training_args.warmup_ratio: {warmup_ratio!r} is not in [0, 1]")
+        raise ConfigError(f"warmup_ratio: {warmup_ratio!r} is not in [0, 1]. Fix: such as 0.1")
     return warmup_steps or math.ceil(Fraction(repr(float(warmup_ratio))) * max_steps)
 
 
-def _problems(schedule: Schedule) -> list[str]:
+def _problems(schedule: Schedule) -> list[Problem]:
     if schedule.name not in SCHEDULES:
         known = [*SCHEDULES, *ALIASES]
+        hint = did_you_mean(schedule.name, known)
         return [
-            f"lr_scheduler_type: {schedule.name!r} is unknown.{did_you_mean(schedule.name, known)} Known:"
-            f" {listed(known)}"
+            Problem(
+                "lr_scheduler_type", f"{schedule.name!r} is unknown.{hint} Known: {listed(known)}. Fix: one of them"
+            )
         ]
-    problems = []
+    problems = list[Problem]()
     if (
         not isinstance(schedule.warmup_steps, int)
         or isinstance(schedule.warmup_steps, bool)
         or schedule.warmup_steps < 0
     ):
-        problems.append(f"warmup_steps: {schedule.warmup_steps!r} is not a whole number of pipeline steps")
+        text = f"{schedule.warmup_steps!r} is not a whole number of pipeline steps. Fix: write one, such as 10"
+        problems.append(Problem("warmup_steps", text))
     _, known_keys = SCHEDULES[schedule.name]
     for key, value in schedule.kwargs.items():
         where = f"lr_scheduler_kwargs.{key}"
         if key not in known_keys:
-            problems.append(
-                f"{where}: unknown for the schedule {schedule.name}.{did_you_mean(key, known_keys)} Known:"
-                f" {listed(known_keys)}"
-            )
+            hint = did_you_mean(key, known_keys)
+            text = f"unknown for the schedule {schedule.name}.{hint} Known: {listed(known_keys)}. Fix: correct or remove it"
+            problems.append(Problem(where, text))
         elif key in ("warmup_type", "decay_type"):
             if value not in SHAPES:
+                hint = did_you_mean(str(value), SHAPES)
                 problems.append(
-                    f"{where}: {value!r} is unknown.{did_you_mean(str(value), SHAPES)} Known: {listed(SHAPES)}"
+                    Problem(where, f"{value!r} is unknown.{hint} Known: {listed(SHAPES)}. Fix: one of them")
                 )
         elif problem := _number_problem(key, value):
-            problems.append(f"{where}: {value!r} {problem}")
+            problems.append(Problem(where, f"{value!r} {problem}. Fix: correct the value"))
     return problems + _missing(schedule)
 
 
@@ -221,15 +227,14 @@ def _number_problem(key: str, value: Any) -> str | None:
     return None
 
 
-def _missing(schedule: Schedule) -> list[str]:
+def _missing(schedule: Schedule) -> list[Problem]:
     given = {key for key, value in schedule.kwargs.items() if value is not None}
     if schedule.name == "cosine_with_min_lr" and len(given & {"min_lr", "min_lr_rate"}) != 1:
-        return ["lr_scheduler_kwargs: cosine_with_min_lr needs either min_lr or min_lr_rate. Fix: give exactly one"]
+        text = "cosine_with_min_lr needs either min_lr or min_lr_rate. Fix: give exactly one"
+        return [Problem("lr_scheduler_kwargs", text)]
     if schedule.name == "warmup_stable_decay" and "num_decay_steps" not in given:
-        return [
-            "lr_scheduler_kwargs: warmup_stable_decay needs num_decay_steps, in pipeline steps. Fix: add"
-            " num_decay_steps"
-        ]
+        text = "warmup_stable_decay needs num_decay_steps, in pipeline steps. Fix: add num_decay_steps"
+        return [Problem("lr_scheduler_kwargs", text)]
     return []
 
 

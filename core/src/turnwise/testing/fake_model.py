@@ -139,7 +139,7 @@ class FakeModelSource:
         """The model folder. Raises ConfigError."""
         problems = self.check(pretrain)
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(map(str, problems))
         if isinstance(pretrain, str) and pretrain != "fake":
             return Path(pretrain)
         recipe: Mapping[str, Any] = {} if isinstance(pretrain, str) else pretrain
@@ -147,19 +147,17 @@ class FakeModelSource:
         save_model(folder, initial_weights(str(recipe.get("letters", "abcd")), self._context.seed))
         return folder
 
-    def check(self, pretrain: str | Mapping[str, Any]) -> list[str]:
+    def check(self, pretrain: str | Mapping[str, Any]) -> list[Problem]:
         """Unknown recipe keys, or a folder that is not there."""
         if isinstance(pretrain, str):
             found = pretrain == "fake" or (Path(pretrain) / "weights.npy").is_file()
-            return (
-                []
-                if found
-                else [
-                    f"pretrain: {pretrain!r} is not a folder with weights.npy. Fix: name one, or write pretrain: fake."
-                ]
-            )
+            text = f"{pretrain!r} is not a folder with weights.npy. Fix: name one, or write pretrain: fake."
+            return [] if found else [Problem("pretrain", text)]
         return [
-            f"pretrain: unknown key {key!r}.{did_you_mean(key, ['letters'])} Known: letters."
+            Problem(
+                f"pretrain.{key}",
+                f"unknown key {key!r}.{did_you_mean(key, ['letters'])} Known: letters. Fix: correct or remove it",
+            )
             for key in pretrain
             if key != "letters"
         ]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from turnwise.contracts.chat import ModelSourceContext
 from turnwise.errors import ConfigError, MachineError
-from turnwise_hf.config import Recipe, recipe_from
+from turnwise_hf.config import Recipe, recipe_from, recipe_problems
 from turnwise_hf.folder import folder_problems
 from turnwise_hf.recipe import prepare_recipe
 from turnwise_hf.source import HfModelSource
@@ -190,7 +190,8 @@ def test_a_custom_chat_template_brings_its_special_tokens(make: Callable[..., Pa
 def test_a_mistake_in_a_recipe_is_one_line(recipe: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         recipe_from({"recipe": recipe})
-    assert source(tmp_path).check({"recipe": recipe}) == caught.value.problems
+    assert source(tmp_path).check({"recipe": recipe}) == recipe_problems({"recipe": recipe})
+    assert "Fix: " in caught.value.problems[0]
     assert len(caught.value.problems) == 1
     assert "\n" not in caught.value.problems[0]
 
@@ -256,7 +257,8 @@ def test_a_folder_that_is_no_model_is_told_before_anything_starts(
     shutil.copytree(folder, broken)
     harm(broken)
     (problem,) = source(tmp_path).check(str(broken))
-    assert "Fix:" in problem
+    assert problem.path == "pretrain"
+    assert "Fix:" in problem.text
     with pytest.raises(ConfigError, match=message):
         source(tmp_path).prepare(str(broken))
 
@@ -297,7 +299,7 @@ def test_a_missing_path_under_a_folder_that_is_here_is_no_hub_id(
 ) -> None:
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert "is not there" in source(tmp_path).check("models/qwen")[0]
+    assert "is not there" in source(tmp_path).check("models/qwen")[0].text
 
 
 def test_the_tokenizer_learns_only_what_the_chat_template_shows(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ def refusal(value: Any) -> str:
     if isinstance(value, str):
         if "\0" in value:
             return "the text holds a NUL character, which neither a path nor a variable can. Fix: remove the \\0"
+        if any("\ud800" <= letter <= "\udfff" for letter in value):
+            return "the text holds half of a surrogate pair, which no file can. Fix: write the character itself"
         if len(value) > LONGEST_TEXT:
             return (
                 f"the text has {len(value)} characters, {LONGEST_TEXT} are the most. Fix: shorten it, or give the name"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from turnwise.contracts.chat import ModelSourceContext
-from turnwise.errors import ConfigError, MachineError
+from turnwise.errors import ConfigError, MachineError, Problem
 from turnwise.testing.subject import Subject
 
 KIND = "model_source"
@@ -44,7 +44,9 @@ def test_what_is_not_a_model_is_refused_before_it_is_prepared(implementation: Su
     source = build(implementation, tmp_path / "cache")
     (tmp_path / "empty").mkdir()
     for wrong in (str(tmp_path / "empty"), {"no_such_key": 1}):
-        assert source.check(wrong), f"check finds nothing wrong with pretrain: {wrong!r}."
+        found = source.check(wrong)
+        assert found, f"check finds nothing wrong with pretrain: {wrong!r}."
+        assert all(isinstance(problem, Problem) for problem in found), f"check gave {found[0]!r}, no errors.Problem."
         with pytest.raises((ConfigError, MachineError)):
             source.prepare(wrong)
 

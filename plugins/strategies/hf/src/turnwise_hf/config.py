@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 from attrs import define, field, fields, frozen
 
 from turnwise.contracts.inference import BackendCapabilities
-from turnwise.errors import ConfigError, did_you_mean, listed
+from turnwise.errors import ConfigError, Problem, did_you_mean, listed
 
 Architecture = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "qwen2_5_vl"]
 TokenizerKind = Literal["word", "byte_bpe"]
@@ -69,28 +69,40 @@ _OPTIONAL_INTEGERS = ("num_kv_heads", "intermediate_size", "moe_intermediate_siz
 def recipe_from(pretrain: Mapping[str, Any]) -> Recipe:
     """The recipe of a `pretrain` mapping, `{recipe: {…}}` or its fields themselves. Raises ConfigError with every
     mistake at once."""
-    options = pretrain["recipe"] if set(pretrain) == {"recipe"} else pretrain
+    if problems := recipe_problems(pretrain):
+        raise ConfigError(map(str, problems))
+    return Recipe(**(_options(pretrain) or {}))
+
+
+def recipe_problems(pretrain: Mapping[str, Any]) -> list[Problem]:
+    """Every mistake in the recipe of a `pretrain` mapping."""
+    options = _options(pretrain)
     if options is None:
-        options = {}
+        return []
     if not isinstance(options, Mapping):
-        raise ConfigError(
-            f"pretrain.recipe: {options!r} is not a mapping. Fix: such as {{architecture: qwen2, hidden_size: 64}}"
-        )
+        text = f"{options!r} is not a mapping. Fix: such as {{architecture: qwen2, hidden_size: 64}}"
+        return [Problem("pretrain.recipe", text)]
     known = [attribute.name for attribute in fields(Recipe)]
     problems = [
-        f"pretrain.recipe: unknown key {key!r}.{did_you_mean(str(key), known)} Known: {listed(known)}"
+        Problem(
+            f"pretrain.recipe.{key}",
+            f"unknown key {key!r}.{did_you_mean(str(key), known)} Known: {listed(known)}. Fix: correct or remove it",
+        )
         for key in options
         if key not in known
     ]
-    problems += [problem for key, value in options.items() if key in known and (problem := _value_problem(key, value))]
-    if not problems:
-        problems = _relation_problems(recipe := Recipe(**options))
-    if problems:
-        raise ConfigError(problems)
-    return recipe
+    problems += [problem for key, value in options.items() if key in known for problem in _value_problems(key, value)]
+    return problems or [
+        Problem(f"pretrain.recipe.{key}" if key else "pretrain.recipe", text)
+        for key, text in _relations(Recipe(**options))
+    ]
 
 
-def _value_problem(key: str, value: Any) -> str:
+def _options(pretrain: Mapping[str, Any]) -> Any:
+    return pretrain["recipe"] if set(pretrain) == {"recipe"} else pretrain
+
+
+def _value_problems(key: str, value: Any) -> Iterator[Problem]:
     wanted = ""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if key in _INTEGERS or (key in _OPTIONAL_INTEGERS and value is not None):
@@ -106,38 +118,30 @@ def _value_problem(key: str, value: Any) -> str:
     elif key in ("architecture", "tokenizer"):
         names = get_args(Architecture if key == "architecture" else TokenizerKind)
         wanted = "" if value in names else f"one of {listed(names)}.{did_you_mean(str(value), names)}"
-    return f"pretrain.recipe.{key}: {value!r} is not {wanted}" if wanted else ""
+    if wanted:
+        yield Problem(f"pretrain.recipe.{key}", f"{value!r} is not {wanted}. Fix: correct the value")
 
 
-def _relation_problems(recipe: Recipe) -> list[str]:
-    problems = []
+def _relations(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What is wrong between the fields, and at which ("": at several)."""
     # Rotary embeddings turn pairs of numbers: a head is of even width.
     if recipe.hidden_size % (2 * recipe.num_heads):
-        problems.append(
-            f"pretrain.recipe: hidden_size {recipe.hidden_size} is not an even multiple of num_heads"
-            f" {recipe.num_heads}. Fix: such as 64 and 4"
-        )
+        sizes = f"hidden_size {recipe.hidden_size} is not an even multiple of num_heads {recipe.num_heads}"
+        yield "", f"{sizes}. Fix: such as 64 and 4"
     if recipe.num_kv_heads and recipe.num_heads % recipe.num_kv_heads:
-        problems.append(
-            f"pretrain.recipe: num_heads {recipe.num_heads} is not a multiple of num_kv_heads {recipe.num_kv_heads}"
-        )
+        heads = f"num_heads {recipe.num_heads} is not a multiple of num_kv_heads {recipe.num_kv_heads}"
+        yield "", f"{heads}. Fix: such as 4 and 2, or num_kv_heads: null"
     if recipe.max_pixels < 28 * 28:
-        problems.append(f"pretrain.recipe.max_pixels: {recipe.max_pixels} is less than one token's 28 × 28")
+        yield "max_pixels", f"{recipe.max_pixels} is less than one token's 28 × 28. Fix: at least 784"
     # Its vision tower turns two coordinates, each in pairs.
     if recipe.architecture == "qwen2_5_vl" and recipe.hidden_size // recipe.num_heads % 4:
-        problems.append(
-            f"pretrain.recipe: hidden_size {recipe.hidden_size} / num_heads {recipe.num_heads} must be a multiple of 4"
-            " for qwen2_5_vl"
-        )
+        width = f"hidden_size {recipe.hidden_size} / num_heads {recipe.num_heads} must be a multiple of 4"
+        yield "", f"{width} for qwen2_5_vl. Fix: such as 64 and 4"
     if recipe.num_experts_per_tok > recipe.num_experts:
-        problems.append(
-            f"pretrain.recipe: num_experts_per_tok {recipe.num_experts_per_tok} is more than num_experts"
-            f" {recipe.num_experts}"
-        )
+        experts = f"num_experts_per_tok {recipe.num_experts_per_tok} is more than num_experts {recipe.num_experts}"
+        yield "", f"{experts}. Fix: lower the one, or raise the other"
     # A vocabulary without one of the bytes could not write every text.
     smallest = 256 + SPECIAL_TOKENS
     if recipe.tokenizer == "byte_bpe" and recipe.vocab_size < smallest:
-        problems.append(
-            f"pretrain.recipe.vocab_size: {recipe.vocab_size} is below {smallest}, all bytes and the special tokens"
-        )
-    return problems
+        least = f"{recipe.vocab_size} is below {smallest}, all bytes and the special tokens"
+        yield "vocab_size", f"{least}. Fix: {smallest} or more"

@@ -15,21 +15,18 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 
 def folder_problems(folder: Path) -> list[str]:
-    """One line for each thing that keeps `folder` from being a complete causal language model with tokenizer and chat
+    """In words, with the fix, each thing that keeps `folder` from being a complete causal language model with tokenizer and chat
     template."""
     if not folder.exists():
-        return [f"pretrain: the folder {folder} is not there. Fix: correct the path, or name a hub id or a recipe"]
+        return [f"the folder {folder} is not there. Fix: correct the path, or name a hub id or a recipe"]
     if not folder.is_dir():
-        return [f"pretrain: {folder} is a file, not a model folder. Fix: name the folder that holds config.json"]
+        return [f"{folder} is a file, not a model folder. Fix: name the folder that holds config.json"]
     config = folder / "config.json"
     if not config.is_file():
-        return [
-            f"pretrain: {folder} is not a model folder (it has no config.json). Fix: name a folder in Hugging Face"
-            " layout"
-        ]
+        return [f"{folder} is not a model folder (it has no config.json). Fix: name a folder in Hugging Face layout"]
     facts = read_json(config)
     if not isinstance(facts, dict) or not isinstance(facts.get("model_type"), str):
-        return [f"pretrain: {config} is not a model's configuration (broken, or without model_type). {AGAIN}"]
+        return [f"{config} is not a model's configuration (broken, or without model_type). {AGAIN}"]
     # What is compared with the weights has to be numbers.
     return [*_size_problems(config, facts)] or [*weight_problems(folder, facts), *_tokenizer_problems(folder)]
 
@@ -39,13 +36,13 @@ def _size_problems(config: Path, facts: Mapping[str, Any]) -> Iterator[str]:
     for name in _SIZES if isinstance(text, dict) else ():
         value = text.get(name)
         if isinstance(value, str | float | bool) or (isinstance(value, int) and value < 1):
-            yield f"pretrain: {config} says {name} {value!r}. Fix: a whole number of at least 1, that of the weights"
+            yield f"{config} says {name} {value!r}. Fix: a whole number of at least 1, that of the weights"
 
 
 def _tokenizer_problems(folder: Path) -> Iterator[str]:
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         yield (
-            f"pretrain: {folder} has no tokenizer (none of {', '.join(_TOKENIZERS)}). Fix: save the tokenizer into it"
+            f"{folder} has no tokenizer (none of {', '.join(_TOKENIZERS)}). Fix: save the tokenizer into it"
             " with save_pretrained"
         )
         return
@@ -55,11 +52,11 @@ def _tokenizer_problems(folder: Path) -> Iterator[str]:
         if (folder / name).exists() and not isinstance(read_json(folder / name), dict)
     ]
     if broken:
-        yield from (f"pretrain: cannot read {path}: no JSON mapping. {AGAIN}" for path in broken)
+        yield from (f"cannot read {path}: no JSON mapping. {AGAIN}" for path in broken)
         return
     settings = read_json(folder / "tokenizer_config.json") or {}
     if not settings.get("chat_template") and not any((folder / name).is_file() for name in _TEMPLATES):
-        yield f"pretrain: {folder} has no chat template. Fix: put a Jinja template into it as chat_template.jinja"
+        yield f"{folder} has no chat template. Fix: put a Jinja template into it as chat_template.jinja"
     if (folder / "tokenizer.json").is_file():
         yield from _token_problems(folder / "tokenizer.json", settings)
 
@@ -67,7 +64,7 @@ def _tokenizer_problems(folder: Path) -> Iterator[str]:
 def _token_problems(path: Path, settings: Mapping[str, Any]) -> Iterator[str]:
     content = read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-        yield f"pretrain: {path} is no tokenizer (no JSON mapping with a model). {AGAIN}"
+        yield f"{path} is no tokenizer (no JSON mapping with a model). {AGAIN}"
         return
     end = settings.get("eos_token")
     if isinstance(end, dict):
@@ -75,7 +72,7 @@ def _token_problems(path: Path, settings: Mapping[str, Any]) -> Iterator[str]:
     # A token that is added when the tokenizer is loaded is one that the model never saw, so it would never stop.
     if isinstance(end, str) and "added_tokens_decoder" not in settings and end not in _tokens(content):
         yield (
-            f"pretrain: {path} has no token {end!r}, which tokenizer_config.json calls the end of a text. Fix: the"
+            f"{path} has no token {end!r}, which tokenizer_config.json calls the end of a text. Fix: the"
             " tokenizer that the model was trained with"
         )
 

@@ -76,30 +76,27 @@ def weight_problems(folder: Path, facts: Mapping[str, Any]) -> Iterator[str]:
     if not files:
         old = " (pytorch_model.bin is not read)" if list(folder.glob("pytorch_model*.bin")) else ""
         yield (
-            f"pretrain: {folder} has no weights as safetensors{old}. Fix: save the model with save_pretrained of a"
+            f"{folder} has no weights as safetensors{old}. Fix: save the model with save_pretrained of a"
             " recent transformers"
         )
     inside: dict[str, dict[str, Any]] = {}
     for path in files:
         if path.parent != folder:
-            yield f"pretrain: the index of {folder} names {path}, which is not in it. {AGAIN}"
+            yield f"the index of {folder} names {path}, which is not in it. {AGAIN}"
         elif not path.is_file():
-            yield f"pretrain: {folder} lacks the shard {path.name} that its index names. Fix: fetch the folder again"
+            yield f"{folder} lacks the shard {path.name} that its index names. Fix: fetch the folder again"
         else:
             try:
                 inside[path.name] = header(path)
             except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
-                yield f"pretrain: cannot read {path}: {error or type(error).__name__}. {AGAIN}"
+                yield f"cannot read {path}: {error or type(error).__name__}. {AGAIN}"
     if len(inside) < len(files):
         return
     if files and files[0].name != WEIGHTS:
         strayed = [(name, file) for name, file in _map(folder).items() if name not in inside[file]]
         if strayed:
             name, file = strayed[0]
-            yield (
-                f"pretrain: {folder / file} lacks {name!r}, which {INDEX} places there"
-                f" ({len(strayed)} such weights). {AGAIN}"
-            )
+            yield (f"{folder / file} lacks {name!r}, which {INDEX} places there ({len(strayed)} such weights). {AGAIN}")
             return
     yield from _unfit(folder, {name: entry for part in inside.values() for name, entry in part.items()}, facts)
 
@@ -112,12 +109,12 @@ def _unfit(folder: Path, entries: Mapping[str, Any], facts: Mapping[str, Any]) -
         wanted = [config.get("vocab_size"), config.get("hidden_size")]
         if name.endswith(".embed_tokens.weight") and all(wanted) and entry["shape"] != wanted:
             yield (
-                f"pretrain: {folder}: {name!r} is {entry['shape']}, and config.json says vocab_size {wanted[0]},"
+                f"{folder}: {name!r} is {entry['shape']}, and config.json says vocab_size {wanted[0]},"
                 f" hidden_size {wanted[1]}. Fix: the config.json of these weights"
             )
         if not entry["dtype"].startswith(("F", "BF")) and "quantization_config" not in facts:
             yield (
-                f"pretrain: {folder}: {name!r} is of dtype {entry['dtype']}, and config.json says nothing of a"
+                f"{folder}: {name!r} is of dtype {entry['dtype']}, and config.json says nothing of a"
                 " quantization. Fix: weights of floating point"
             )
             return
@@ -125,6 +122,6 @@ def _unfit(folder: Path, entries: Mapping[str, Any], facts: Mapping[str, Any]) -
     count = config.get("num_hidden_layers")
     if layers and count is not None and max(layers) + 1 < count:
         yield (
-            f"pretrain: {folder} holds weights of {max(layers) + 1} layers, and config.json says num_hidden_layers"
+            f"{folder} holds weights of {max(layers) + 1} layers, and config.json says num_hidden_layers"
             f" {count}. Fix: the config.json of these weights"
         )

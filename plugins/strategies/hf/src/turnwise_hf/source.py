@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.contracts.chat import Chat, ModelSourceContext
-from turnwise.errors import ConfigError, MachineError
-from turnwise_hf.config import recipe_from
+from turnwise.errors import ConfigError, MachineError, Problem
+from turnwise_hf.config import recipe_from, recipe_problems
 from turnwise_hf.folder import folder_problems
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -36,26 +36,21 @@ class HfModelSource:
                 return prepare_recipe(recipe, (), context.seed, context.cache, context.tokenizer)
             return prepare_recipe(recipe, list(context.texts()), context.seed, context.cache)
         if problems := self.check(pretrain):
-            raise ConfigError(problems)
+            raise ConfigError(map(str, problems))
         folder = Path(pretrain).expanduser()
         return folder if folder.exists() else self._fetch(pretrain)
 
-    def check(self, pretrain: str | Mapping[str, Any]) -> list[str]:
-        """Problems known without torch and without the network, one line each. Whether a hub id exists shows when it is
-        fetched."""
+    def check(self, pretrain: str | Mapping[str, Any]) -> list[Problem]:
+        """What is known without torch and without the network. Whether a hub id exists shows when it is fetched."""
         if isinstance(pretrain, Mapping):
-            try:
-                recipe_from(pretrain)
-            except ConfigError as error:
-                return list(error.problems)
-            return []
+            return recipe_problems(pretrain)
         if not isinstance(pretrain, str) or not pretrain.strip():
-            return [
-                f"pretrain: {pretrain!r} is no model. Fix: a folder, a hub id, or a recipe such as {{recipe:"
-                " {architecture: qwen2}}"
-            ]
+            text = f"{pretrain!r} is no model. Fix: a folder, a hub id, or a recipe such as"
+            return [Problem("pretrain", f"{text} {{recipe: {{architecture: qwen2}}}}")]
         folder = Path(pretrain).expanduser()
-        return [] if not folder.exists() and _may_be_hub_id(pretrain) else folder_problems(folder)
+        if not folder.exists() and _may_be_hub_id(pretrain):
+            return []
+        return [Problem("pretrain", text) for text in folder_problems(folder)]
 
     def chat(self, folder: Path) -> Chat:
         """The chat format of a prepared folder, built once. Raises ConfigError."""
@@ -82,7 +77,7 @@ class HfModelSource:
                 "Fix: correct the name, copy the model here and name its folder, or use a recipe"
             ) from error
         if problems := folder_problems(folder):
-            raise ConfigError([problem.replace(str(folder), f"{name} ({folder})") for problem in problems])
+            raise ConfigError([f"$.pretrain: {text.replace(str(folder), f'{name} ({folder})')}" for text in problems])
         return folder
 
 
