@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,12 @@ from turnwise.contracts.loss import LossCapabilities
 from turnwise.contracts.train import StrategyCapabilities
 from turnwise.data.normalise import RewardNormalization
 from turnwise.errors import Problem
-from turnwise.plugins import Entry, Registry, reset_registry
+from turnwise.plugins import DISABLE, Entry, Registry, reset_registry
 from turnwise.testing.runs import FAKES, written
+
+# plugin_files: the suite runs in importlib mode, where folders of tests are on no path.
+sys.path.insert(0, str(Path(__file__).parent))
+from plugin_files import GUESS, HEADER, Install
 
 BASE = """\
 max_steps: 10
@@ -252,3 +258,42 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
     yield write
     reset_registry()
+
+
+@pytest.fixture
+def modules_of_the_test_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of plugins that a test wrote are forgotten after it; no plugin is disabled meanwhile."""
+    monkeypatch.delenv(DISABLE, raising=False)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith(("tw_", "turnwise_file_")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """`install("turnwise-guess", source)`: a distribution with one module and one entry point on the path; its module's
+    file."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(site)
+
+    def make(
+        name: str, source: str = GUESS, version: str = "1.2", requires: tuple[str, ...] = (), entry: str | None = ""
+    ) -> Path:
+        module = "tw_" + re.sub(r"\W", "_", name)
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        lines = [
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}",
+            *(f"Requires-Dist: {one}" for one in requires),
+        ]
+        (info / "METADATA").write_text("\n".join(lines) + "\n")
+        if entry is not None:
+            (info / "entry_points.txt").write_text(f"[turnwise]\n{name.removeprefix('turnwise-')} = {module}{entry}\n")
+        (site / f"{module}.py").write_text(HEADER + source)
+        monkeypatch.syspath_prepend(site)  # forget what the finders remember
+        return site / f"{module}.py"
+
+    return make

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,7 @@ from turnwise.plugins import Registry
 HEAD = "import turnwise\nfrom turnwise import Implementation\n"
 HOOK = "@turnwise.hookimpl\ndef loggers():\n"
 
-
-@pytest.fixture(autouse=True)
-def _modules_of_the_test_alone() -> Iterator[None]:
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if name.startswith(("tw_", "turnwise_file_")):
-            del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("modules_of_the_test_alone")
 
 
 def declared(folder: Path, source: str, name: str = "mine.py") -> Registry:

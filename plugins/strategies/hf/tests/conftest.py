@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import pytest
 
 from turnwise.contracts.chat import ModelSourceContext
+from turnwise_hf import backend as backend_module
 from turnwise_hf.source import HfModelSource
+
+# hf_cases: the suite runs in importlib mode, where folders of tests are on no path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 TEXTS = (
     "The goal is 2 down 1 right. Holes: Left Down.",
@@ -42,3 +47,17 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def folder(make: Callable[..., Path]) -> Path:
     """The small Qwen2 with a word tokenizer."""
     return make()
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The seeds of the rows of every batch that is sampled from now on."""
+    seen: list[list[int]] = []
+    original = backend_module.sample_batch
+
+    def watched(rows: Any, *rest: Any) -> Any:
+        seen.append([row.seed for row in rows])
+        return original(rows, *rest)
+
+    monkeypatch.setattr(backend_module, "sample_batch", watched)
+    return seen

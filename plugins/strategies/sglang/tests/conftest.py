@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from turnwise.contracts.train import Offer
 from turnwise_sglang import fixtures
 from turnwise_sglang.backend import SglangBackend
 from turnwise_sglang.config import SglangConfig
+
+# sglang_fakes: the suite runs in importlib mode, where folders of tests are on no path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 LONGEST = 240.0
 
