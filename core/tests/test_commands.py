@@ -552,12 +552,19 @@ def test_test_plugin_runs_the_kit_on_a_name_or_on_all_of_a_file(toy: Toy, monkey
         .replace('"first", First)', '"one", First), turnwise.Implementation("second", First)')
     )
     assert turnwise("test-plugin", "./two.py").exit_code == 1
-    assert turnwise("test-plugin", "./two.py", "--kind", "logger").exit_code == 0
     assert asked == [
         ("first", "inference_backend", True),
         ("one", "inference_backend", False),
         ("second", "inference_backend", False),
     ]
+
+
+@pytest.mark.parametrize("kind", ["logger", "inference_backends"])
+def test_a_file_of_which_nothing_was_tested_does_not_pass(kind: str, toy: Toy) -> None:
+    toy()
+    got = turnwise("test-plugin", "./players.py", "--kind", kind)
+    assert got.exit_code == 2
+    assert "nothing was tested" in got.stderr
 
 
 def test_test_plugin_without_pytest_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

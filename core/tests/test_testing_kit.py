@@ -16,6 +16,7 @@ from turnwise.errors import PluginError
 from turnwise.hookspecs import KINDS
 from turnwise.plugins import registry, reset_registry
 from turnwise.testing.kit import CONTRACTS, FAKES, run_conformance
+from turnwise.testing.writes import writes
 
 BROKEN = Path(__file__).with_name("broken_implementations.py")
 
@@ -222,6 +223,15 @@ def test_unknown_names_and_kinds_are_told_in_one_line() -> None:
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match="does not exist"):
         run_conformance(str(tmp_path / "nothing.py"))
+
+
+def test_what_is_written_is_seen_after_a_watch_inside_another_has_ended(tmp_path: Path) -> None:
+    with writes() as outer:
+        with writes() as inner:
+            pass
+        (tmp_path / "late").write_text("")
+    assert outer == {tmp_path / "late"}
+    assert not inner
 
 
 def test_fakes_and_kit_load_no_torch() -> None:

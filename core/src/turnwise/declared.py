@@ -21,6 +21,7 @@ def declared(record: type[Record], name: str, config: Any = None, among: Registr
     is not there, or what it declares is no such record."""
     try:
         with guarded():
+            # The config class first: a strategy's own module may import torch, which `turnwise plan` must do without.
             holder = config if hasattr(config, "capabilities") else _holder(record.kind, name, among or registry())
             found = getattr(holder, "capabilities", record())
     except StrangerError as failure:

@@ -104,6 +104,7 @@ class _Neighbours(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            # Only source files: an extension module has no `__import__` that could be replaced.
             spec.loader = _Loader(fullname, spec.loader.path)
         return spec
 
@@ -130,6 +131,7 @@ def _importing(folder: str) -> Any:
     ) -> ModuleType:
         first = name.partition(".")[0]
         if level == 0 and _stands(beside, first):
+            # By the full dotted name: `import a.b` must load b too, though it binds a alone.
             importlib.import_module(f"{folder}.{name}")
             return (
                 builtins.__import__(f"{folder}.{name}", globals, locals, fromlist, 0)
@@ -146,6 +148,7 @@ def _stands(folder: Path, name: str) -> bool:
     name."""
     for file in (folder / f"{name}.py", folder / name / "__init__.py"):
         if file.is_file():
+            # Already imported by its own name (its folder is on sys.path): a second copy would have classes of its own.
             imported = getattr(sys.modules.get(name), "__file__", None)
             return imported is None or Path(imported).resolve() != file.resolve()
     return False

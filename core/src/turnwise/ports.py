@@ -14,6 +14,8 @@ def free_port(host: str = "127.0.0.1") -> int:
     """A port of `host` (empty: of all of this machine's addresses) where nobody listens; raises OSError where none is
     found."""
     for _ in range(1000):
+        # Not the global generator: two processes with the run's seed would try the same ports, and it must not be moved
+        # on.
         port = random.SystemRandom().randint(LOWEST, HIGHEST)
         with contextlib.suppress(OSError), socket.create_server((host, port)):
             return port

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from turnwise.errors import MachineError
+from turnwise.errors import MachineError, PluginError, listed
 from turnwise.plugins import registry
 
 
@@ -52,7 +52,7 @@ def show(as_json: bool) -> None:
 
 
 def test(name: str, kind: str | None, declared: tuple[str, ...], strict: bool) -> int:
-    """Run the conformance kit; the exit code is pytest's."""
+    """Run the conformance kit; the exit code is pytest's. Raises PluginError where a file adds nothing to test."""
     try:
         from turnwise.testing.kit import run_conformance
     except ImportError as error:
@@ -64,5 +64,12 @@ def test(name: str, kind: str | None, declared: tuple[str, ...], strict: bool) -
         return run_conformance(name, kind, strict)
     known.declare([name], Path())
     # What was installed before is not this file's.
-    fresh = [e for e in known.entries() if (e.kind, e.name) not in before and kind in (None, e.kind)]
-    return max((run_conformance(e.name, e.kind, strict) for e in fresh), default=0)
+    fresh = [e for e in known.entries() if (e.kind, e.name) not in before]
+    chosen = [e for e in fresh if kind in (None, e.kind)]
+    if not chosen:
+        # Exit code 0 would tell a CI that a misspelt --kind has passed.
+        what = "no implementation" if kind is None else f"no {kind!r}"
+        raise PluginError(
+            f"{name} adds {what}: nothing was tested. Fix: one of the kinds that it adds: {listed({e.kind for e in fresh})}."
+        )
+    return max(run_conformance(e.name, e.kind, strict) for e in chosen)

@@ -16,6 +16,7 @@ def same(left: Any, right: Any) -> bool:
     """Equal in type of container, shape and value, at any depth; NaN equals NaN."""
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         a, b = np.asarray(left), np.asarray(right)
+        # NaN equality is asked for by kind: numpy cannot tell it for texts and objects.
         return a.dtype == b.dtype and a.shape == b.shape and bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)

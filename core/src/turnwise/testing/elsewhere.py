@@ -27,6 +27,7 @@ def played_elsewhere(names: Sequence[str]) -> dict[str, Any]:
     known = registry()
     environment = {
         **os.environ,
+        # Another than this process's: 0 makes `hash` of text fixed, any other number makes it a different one.
         "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         DISABLE: ",".join(known.blocked),
@@ -37,6 +38,7 @@ def played_elsewhere(names: Sequence[str]) -> dict[str, Any]:
         done = subprocess.run(
             [sys.executable, "-c", CODE, str(order)],
             env=environment,
+            # An environment that asks the keyboard must fail, and not hang.
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -60,6 +62,7 @@ def report_to(path: str, played: Callable[[str], Any]) -> None:
 
 def _answer(played: Callable[[str], Any], name: str) -> bytes | str:
     try:
+        # Each by itself: an answer that cannot be pickled is told for its own environment alone.
         return pickle.dumps(played(name))
     except BaseException as error:  # one that fails, or is skipped, leaves the others their answers
         return f"{type(error).__name__}: {error}"

@@ -90,6 +90,7 @@ class RecordingSampler:
             Request(1000 * self.seed + turn, GeneratingArgs(), max_new_tokens, ids=prompt)
         )
         assert answer.ids is not None
+        # So that a test sees whether a turn has kept the versions of its own call.
         answer = evolve(answer, versions=np.full(len(answer.ids), len(self.calls), np.int32))
         if self.input == "messages":
             answer = Generation(answer.text, None, None, None, answer.finish)

@@ -25,7 +25,8 @@ def writes() -> Iterator[set[Path]]:
     try:
         yield found
     finally:
-        _watching.remove(found)
+        # By identity: two watches that have heard the same are equal sets, and `remove` would end the outer one.
+        _watching[:] = [one for one in _watching if one is not found]
 
 
 def _heard(event: str, arguments: tuple[Any, ...]) -> None:

@@ -150,6 +150,7 @@ class GymnasiumBridge:
     def close(self) -> None:
         """Close the environment; may be called twice."""
         if not self._closed:
+            # Before the call: a close that raises is not tried again.
             self._closed = True
             self._env.close()
 

@@ -6,9 +6,11 @@ import numpy as np
 
 from turnwise_gymnasium.levels import Level
 
+# Pixels. What is drawn in a tile below is laid out for this size.
 TILE = 32
 _ICE, _LINE, _HOLE, _START = (214, 236, 248), (160, 196, 216), (24, 44, 84), (240, 230, 190)
 _POLE, _FLAG, _PLAYER, _SUNK = (96, 72, 48), (40, 150, 70), (214, 70, 50), (120, 60, 90)
+# Made once: a frame is drawn at every turn of an episode that is recorded.
 _Y, _X = np.mgrid[0:TILE, 0:TILE]
 _RADIUS = np.hypot(_Y - (TILE - 1) / 2, _X - (TILE - 1) / 2)
 

@@ -101,6 +101,7 @@ class FrozenLake:
         if not self._over:
             self._steps += 1
             reward = self._step_penalty + (self._invalid_penalty if direction is None else self._walk(level, direction))
+        # From where the player stands, not from this step: after the end every call must say the same again.
         here = level.cells[self._at]
         terminated = here in "GH"
         truncated = not terminated and self._max_steps is not None and self._steps >= self._max_steps
@@ -126,6 +127,7 @@ class FrozenLake:
         return (direction + 1) % 4 if _SECOND <= draw < _THIRD else (direction - 1) % 4
 
     def _state(self, level: Level) -> dict[str, Any]:
+        # With the map: members of a group share it, but states of other maps must not be taken for the same.
         return {"state_key": (level.cells, self._at), "success": self._at == level.goal, "actions": list(ACTIONS)}
 
     def _observe(self, level: Level) -> str:

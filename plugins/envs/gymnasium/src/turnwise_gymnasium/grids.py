@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+# In the order of MiniGrid's OBJECT_TO_IDX, COLOR_TO_IDX, STATE_TO_IDX and directions: cells hold these indices.
 OBJECTS = ("unseen", "empty", "wall", "floor", "door", "key", "ball", "box", "goal", "lava", "agent")
 COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
 DOORS = ("open", "closed", "locked")

@@ -8,6 +8,7 @@ from attrs import frozen
 
 from turnwise.contracts.chat import Chat
 
+# Tokens of either side in a report: enough to see what differs, few enough for a line of a log.
 _SHOWN = 16
 
 
@@ -28,6 +29,7 @@ def drift_of(chat: Chat, used: np.ndarray, rendered: np.ndarray) -> Drift | None
         return None
     shorter = min(len(used), len(rendered))
     differs = np.flatnonzero(used[:shorter] != rendered[:shorter])
+    # One is the beginning of the other: they differ where the shorter one ends.
     at = int(differs[0]) if len(differs) else shorter
     return Drift(
         at, chat.decode(used[at : at + _SHOWN], special=True), chat.decode(rendered[at : at + _SHOWN], special=True)

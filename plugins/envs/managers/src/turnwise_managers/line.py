@@ -210,9 +210,11 @@ class Line:
         action = self.action if action is None else action
         reward, metrics = await self.world.step(action, self.response)
         self._acts += 1
+        # Without a pattern the whole response is the action, and an empty one is the environment's to judge.
         if self.rules.actions.pattern is not None and not action:
             self._invalid += 1
             reward += self.rules.format_penalty
+        # No `0.0 +`: it would make 0.0 of a reward of −0.0, and a reward is kept as the environment gave it.
         whole = float(reward) if not latest.reward else latest.reward + float(reward)
         self.turns[-1] = evolve(latest, reward=whole, action=action, metrics=metrics | latest.metrics)
         return float(reward)
@@ -235,6 +237,7 @@ class Line:
         world, episode = self.world, self.world.episode
         metrics = dict(world.metrics)
         if self.rules.actions.pattern is not None and self._acts:
+            # By acts, not by calls: a draft is asked for no action.
             metrics["invalid_actions"] = self._invalid / self._acts
         if self._compared:
             metrics["drift"] = sum(turn.metrics["drift"] for turn in self.turns) / len(self.turns)
@@ -244,6 +247,7 @@ class Line:
             member=episode.member,
             seed=episode.seed,
             turns=tuple(self.turns),
+            # Its own first: another line may have ended the world after this one had no room left.
             stop_reason=self.stop or world.ended or "turns",
             success=world.success if success is None else success,
             attempt=episode.attempt,
@@ -268,6 +272,7 @@ class Line:
             max_new_tokens=most,
             actions=world.actions,
         )
+        # Not trusted: more tokens than asked for would overrun the training row.
         problem = _problem(generation, most, prompt.ids is not None)
         if problem:
             where = f"turn {len(self.turns)} of {episode.tag}, group {episode.group}, member {episode.member}"
@@ -295,6 +300,7 @@ class Line:
         )
         if rules.user is None:
             return dressed
+        # Inside the user's template the observation already wears those of the step.
         return rules.user.render(values | {"observation": dressed, "current_observation": dressed})
 
     def _values(self, content: Content) -> dict[str, Any]:

@@ -44,10 +44,12 @@ class Growing:
         so_far = np.concatenate([last.prompt_ids, last.response_ids])
         images = line.world.images_in(shown)
         if self.history == "single_turn":
+            # As text inside the assistant's message: no header of another role may stand between.
             added = line.chat.continue_text(so_far, self._continuation(line, shown))
         else:
             # The sampled tokens themselves go on: encoding their text again could give others.
             added = line.extended(so_far, shown)
+        # In the prompt's order: the n-th image belongs to the n-th place of an image in it.
         return Prompt(int32(np.concatenate([so_far, added])), None, last.images + images)
 
     def _compared(self, line: Line) -> Prompt:

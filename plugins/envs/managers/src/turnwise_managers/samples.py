@@ -32,6 +32,7 @@ def sample_of(turns: Mapping[int, Turn]) -> Sample | None:
     """
     if not turns:
         return None
+    # The last prompt holds all that came before it, so its row holds every turn.
     last = turns[max(turns)]
     ids = np.concatenate([last.prompt_ids, last.response_ids])
     mask = np.zeros(len(ids), np.bool_)

@@ -42,6 +42,7 @@ class World:
         self.ended: StopReason | None = None
         self.images: list[np.ndarray] = []
         self._by_content: dict[tuple[Any, ...], np.ndarray] = {}
+        # By `id` of a stored array: a message holds the very object (`kept`), and it lives as long as the world.
         self._index: dict[int, int] = {}
 
     @property

@@ -18,6 +18,7 @@ from turnwise_retrieval.words import RELATIONS, THE_TEACHER_OF
 
 SPLITS = ("all", "train", "val", "test")
 FREE_TEXT = ("invalid", "search")
+# DOTALL: an answer may go over several lines, and `normalised` makes spaces of their ends.
 _ACTION = re.compile(r"\s*(search|answer)\s*:(.*)", re.IGNORECASE | re.DOTALL)
 # Draws until a split that the corpus cannot fill is reported.
 _DRAWS = 1000

@@ -49,8 +49,10 @@ RELATIONS: Mapping[str, Relation] = {
 TEACHER = "The teacher of {name} is {value}."
 THE_TEACHER_OF = "the teacher of {who}"
 
+# Twenty: names are three of them, which gives the 8000 people that `num_documents` may ask for.
 SYLLABLES = _words("ba do fe ga hi jo ka le mi no pa qui ro sa tu va we xa yo zu")
 
+# None of them is a value, a name or a word of a fact: no filler sentence may hold an answer.
 FILLER = _words(
     "about above across again almost along already although among another around away became before behind below"
     " between beyond both brought building called carried century certain change city clear close cold common country"

@@ -6,9 +6,11 @@ import numpy as np
 
 from turnwise_sokoban.rooms import BOX, BOX_ON_TARGET, PLAYER, PLAYER_ON_TARGET, TARGET, WALL
 
+# Pixels. What is drawn in a tile below is laid out for this size.
 TILE = 32
 _BRICK, _MORTAR, _FLOOR, _TARGET = (122, 84, 66), (84, 58, 46), (238, 228, 204), (206, 76, 64)
 _BOX, _DONE, _EDGE, _PLAYER = (206, 150, 76), (104, 166, 84), (92, 62, 34), (58, 104, 184)
+# Made once: a frame is drawn at every turn of an episode that is recorded.
 _Y, _X = np.mgrid[0:TILE, 0:TILE]
 _RADIUS = np.hypot(_Y - (TILE - 1) / 2, _X - (TILE - 1) / 2)
 

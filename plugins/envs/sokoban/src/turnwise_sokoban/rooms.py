@@ -12,7 +12,9 @@ from attrs import frozen
 from turnwise.errors import ConfigError
 
 SPLITS = ("all", "train", "val", "test")
+# Draws until options that allow no such room are reported.
 MAX_ROOMS = 2_000
+# More than the groups of a step, whose members reset one after the other.
 CACHED_ROOMS = 4096
 # Some layouts leave boxes that no pull can move.
 LAYOUTS_PER_ROOM = 8

@@ -86,11 +86,13 @@ class Sokoban:
         for i, name in enumerate(action.split(self._separator)):
             if self._over or invalid:
                 break
+            # A move past the limit is as invalid as a text that is no move.
             direction = _INDEX.get(name.strip().lower()) if i < self._max_actions else None
             invalid = direction is None
             self._steps += 1
             reward += self._step_penalty + (self._invalid_penalty if direction is None else self._move(room, direction))
             self._over = self._boxes == room.targets or (self._max_steps is not None and self._steps >= self._max_steps)
+        # A move that solves the room at max_steps has ended the episode: it was not cut.
         terminated = self._boxes == room.targets
         observation, info = self._view(room)
         info["metrics"] = {"invalid": float(invalid), "effective": float(before != (self._boxes, self._player))}
@@ -107,6 +109,7 @@ class Sokoban:
             return 0.0
         if room.walls[beyond] or beyond in self._boxes:
             return 0.0
+        # Frozen sets: the room's own start is shared by all members through the cache, and must not change.
         self._boxes, self._player = self._boxes - {cell} | {beyond}, cell
         reward = ON_TARGET * (beyond in room.targets) + OFF_TARGET * (cell in room.targets)
         return reward + SOLVED * (self._boxes == room.targets)

@@ -44,6 +44,7 @@ class HumanPlayer(Player):
             self._print(render(request, self._config.show) + "\n> ", end="")
             line = await self._read()
             if not line or line.strip().lower() == "q":
+                # For good: the other episodes would ask a human who has gone, one after the other.
                 self._left = True
                 raise PlayerLeft("the human player left the game")
             return chosen(line.rstrip("\r\n"))

@@ -30,6 +30,7 @@ class Member:
 
 def parts(plan: ServePlan, seats: list[Seat]) -> list[list[Seat]]:
     """The seats of each engine. Raises ConfigError where the devices cannot be divided so."""
+    # Without devices (a player, a model on the CPU) the seats are one engine's.
     if not plan.devices:
         return [seats]
     known = declared(BackendCapabilities, plan.implementation, plan.config)

@@ -26,6 +26,7 @@ class Replica(Process):
         super().__init__(name)
         self._lost, self._cause = asyncio.Event(), ""
         self._requests: dict[str, Request] = {}
+        # The serial number of the last `live` that was taken; all are above −1.
         self._latest = -1
 
     async def start(self, home: Home, plan: bytes, devices: tuple[int, ...]) -> Answer:
@@ -49,6 +50,7 @@ class Replica(Process):
     async def _generate(self, ticket: str, request: Request, live: tuple[int, int] | None) -> Generation:
         if live is not None:
             self._take_live(live)
+        # Before the first await: an abort must find the request, however soon it comes.
         self._requests[ticket] = request
         try:
             generation: Generation = await self._backend.generate(request)

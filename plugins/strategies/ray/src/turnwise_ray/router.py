@@ -32,6 +32,7 @@ class Router:
         self._serving: dict[int, Any] = {}
         self._changed = asyncio.Event()
         self._homes = Affinity()
+        # Tickets of several routers (the driver's, each worker's) meet in one engine, so each has a name of its own.
         self._name, self._serial = uuid.uuid4().hex, itertools.count()
         self._sent: dict[Request, tuple[Any, str]] = {}
         self._failed: EngineError | None = None
@@ -75,6 +76,7 @@ class Router:
         except BaseException:
             del self._sent[request]
             raise
+        # Its entry in `_sent` stays: the request is still under way (`idle`), and the next engine's replaces it.
         if answer is None or answer.lost:
             self._gone(number, member)
             return None
@@ -91,6 +93,7 @@ class Router:
                 return  # gone with its engine
 
     def _gone(self, number: int, member: Any) -> None:
+        # By identity: the number may belong to a new engine already, which still serves.
         if self._serving.get(number) is member:
             self.serve({other: one for other, one in self._serving.items() if other != number})
 
