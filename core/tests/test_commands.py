@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from toy_runs import plugin
 
 from turnwise import Implementation, __version__
 from turnwise.cli import main as cli
@@ -37,12 +38,6 @@ NOTED = {"kl_loss_coef": 0.1, "target_kl": 0.1}
 
 def turnwise(*arguments: Any) -> Result:
     return CliRunner().invoke(main, [str(a) for a in arguments])
-
-
-def plugin(tmp_path: Path, text: str) -> list[str]:
-    """A further plugin file; the YAML's `plugins:` with it."""
-    (tmp_path / "more.py").write_text("import turnwise\nfrom turnwise import Implementation\n" + text, encoding="utf-8")
-    return ["turnwise.testing.plugin", "./players.py", "./more.py"]
 
 
 STRATEGY = """

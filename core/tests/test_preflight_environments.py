@@ -1,0 +1,80 @@
+"""Environments before a run: one of each is built and closed, whatever its code does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from toy_runs import Toy, found, only, plugin
+
+
+def test_an_environment_that_cannot_be_built_is_reported_with_its_options(toy: Toy, tmp_path: Path) -> None:
+    bad = "class Bad:\n    def __init__(self, size=1):\n        raise ValueError('size must be even')\n"
+    bad += "@turnwise.hookimpl\ndef environments():\n    return [Implementation('bad', Bad)]\n"
+    envs = {"Toy": {"env_type": "bad", "env_manager": "fake", "env_config": {"size": 3}}}
+    line = only(found(toy(plugins=plugin(tmp_path, bad), custom_envs=envs)).config)
+    assert line.startswith(
+        "custom_envs.Toy: the environment 'bad' cannot be built with env_config {'size': 3}: ValueError: size must be"
+        " even. Fix:"
+    )
+
+
+def environment(body: str) -> str:
+    return f"class Bad:\n{body}@turnwise.hookimpl\ndef environments():\n    return [Implementation('bad', Bad)]\n"
+
+
+@pytest.mark.parametrize(
+    "close", ["def close(self):\n        raise RuntimeError('closed')\n", "async def close(self):\n        pass\n"]
+)
+def test_an_environment_that_cannot_be_closed_is_still_one_to_play(toy: Toy, tmp_path: Path, close: str) -> None:
+    envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
+    assert found(toy(plugins=plugin(tmp_path, environment(f"    {close}")), custom_envs=envs)).config == []
+
+
+HANG = "import threading\n        threading.Event().wait(60)\n"
+
+
+def test_an_environment_whose_constructor_hangs_is_reported_within_its_timeout(toy: Toy, tmp_path: Path) -> None:
+    body = environment(f"    def __init__(self):\n        {HANG}")
+    manager = {"num_env_groups": 2, "group_size": 2, "tags": ["Toy"], "reset_timeout": 0.2}
+    envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
+    line = only(
+        found(
+            toy(
+                plugins=plugin(tmp_path, body),
+                custom_envs=envs,
+                train_env_manager=manager,
+                val_env_manager=None,
+                eval_steps=0,
+            )
+        ).config
+    )
+    assert line.startswith("custom_envs.Toy: the environment 'bad' was not built within reset_timeout = 0.2 s. Fix:")
+
+
+def test_an_environment_whose_close_hangs_holds_nothing_up(
+    toy: Toy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = environment(f"    def close(self):\n        {HANG}")
+    manager = {"num_env_groups": 2, "group_size": 2, "tags": ["Toy"], "reset_timeout": 0.2}
+    envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
+    findings = found(
+        toy(
+            plugins=plugin(tmp_path, body),
+            custom_envs=envs,
+            train_env_manager=manager,
+            val_env_manager=None,
+            eval_steps=0,
+        )
+    )
+    assert findings.config == []
+    assert "Toy.close did not end within 0.2 s" in caplog.text
+
+
+def test_an_environment_whose_constructor_exits_is_reported_and_ends_nothing(toy: Toy, tmp_path: Path) -> None:
+    envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
+    body = "    def __init__(self):\n        raise SystemExit(0)\n"
+    line = only(found(toy(plugins=plugin(tmp_path, environment(body)), custom_envs=envs)).config)
+    assert line.startswith(
+        "custom_envs.Toy: the environment 'bad' cannot be built with env_config {}: SystemExit: 0. Fix:"
+    )
