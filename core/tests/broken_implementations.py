@@ -19,7 +19,7 @@ from turnwise.contracts.batch_adjust import AdjustInput, PlannedUpdate
 from turnwise.contracts.chat import Message
 from turnwise.contracts.env_manager import Episode, Sampler
 from turnwise.contracts.inference import Request
-from turnwise.contracts.logger import LoggerContext
+from turnwise.contracts.logger import LoggerCapabilities, LoggerContext
 from turnwise.contracts.loss import LossCapabilities, LossView
 from turnwise.contracts.train import Offer
 from turnwise.data.batch import Batch, Table
@@ -310,6 +310,10 @@ class ForgetsEverything(AppendsLines):
     def resume(self, step: int) -> None:
         for name in ("metrics.jsonl", "trajectories.jsonl"):
             self.keep(name, 0)
+
+
+class OnlyAddsAndForgets(ForgetsEverything):
+    capabilities = LoggerCapabilities(only_adds=True)
 
 
 class NeverResumesInSecret(AppendsLines):
@@ -614,7 +618,7 @@ def group_filters() -> list[Implementation]:
 @hookimpl
 def loggers() -> list[Implementation]:
     made = [RefusesNan, WritesWhereItStands, EmptiesTheFolder, WritesBesideTheRun, NeverResumes, ResumesAStepLate]
-    made += [ResumesItsNumbersAlone, ForgetsEverything, NeverResumesInSecret]
+    made += [ResumesItsNumbersAlone, ForgetsEverything, NeverResumesInSecret, OnlyAddsAndForgets]
     return [Implementation(c.__name__, c) for c in made]
 
 

@@ -27,10 +27,12 @@ class LoggerContext:
 
 @frozen
 class LoggerCapabilities(Capabilities):
-    """`pictures`: names of files that it draws into `context.folder`, for the report of the run to show."""
+    """`pictures`: names of files that it draws into `context.folder`, for the report of the run to show.
+    `only_adds`: it logs to a service whose history grows and nothing else, so `resume` drops nothing."""
 
     kind: ClassVar[str] = "logger"
     pictures: tuple[str, ...] = ()
+    only_adds: bool = False
 
 
 class Logger(Protocol):
@@ -50,7 +52,7 @@ class Logger(Protocol):
         ...
 
     def resume(self, step: int) -> None:
-        """The run goes on at `step`: drop what was logged for it and later."""
+        """The run goes on at `step`: drop what was logged for it and later (`only_adds`: keep all of it)."""
         ...
 
     def close(self) -> None:

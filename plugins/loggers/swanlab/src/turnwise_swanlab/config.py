@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
+from turnwise.contracts.logger import LoggerCapabilities
 from turnwise.errors import Problem
 
 NO_KEY = (
@@ -25,6 +26,8 @@ class SwanlabConfig:
     of evaluations always. `system_metrics`: the hardware and its load. `init_timeout`, `finish_timeout`: seconds that
     the service has to begin the run, and to take what is left at its end. `login_kwargs`, `api_key`: refused.
     """
+
+    capabilities = LoggerCapabilities(only_adds=True)
 
     project: str | None = None
     workspace: str | None = None

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
+from turnwise.contracts.logger import LoggerCapabilities
 from turnwise.errors import Problem
 
 NO_KEY = "a key stands in no file. Fix: remove it, and run `wandb login` or set the environment variable WANDB_API_KEY"
@@ -22,6 +23,8 @@ class WandbConfig:
     those of evaluations always. `system_metrics`: the load of the machine. `init_timeout`, `finish_timeout`: seconds
     that the service has to begin the run, and to take what is left at its end. `api_key`: refused.
     """
+
+    capabilities = LoggerCapabilities(only_adds=True)
 
     project: str | None = None
     entity: str | None = None

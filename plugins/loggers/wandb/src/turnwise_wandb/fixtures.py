@@ -10,8 +10,9 @@ from turnwise_wandb.config import WandbConfig
 
 
 def logger_fixture() -> dict[str, Any]:
-    """Offline, without a look at the machine; what W&B keeps in a home goes to a temporary folder."""
-    kept = tempfile.mkdtemp(prefix="turnwise-wandb-")
+    """Offline, without a look at the machine; what W&B keeps in a home goes to a temporary folder,
+    hidden as its caches are."""
+    kept = tempfile.mkdtemp(prefix=".turnwise-wandb-")
     for name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR"):
         os.environ.setdefault(name, kept)
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
