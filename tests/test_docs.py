@@ -4,6 +4,7 @@ are the code's."""
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import shlex
@@ -11,16 +12,31 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml  # type: ignore[import-untyped]
+from attrs import fields
 
 from turnwise.contracts.batch_adjust import AdjustContext
+from turnwise.contracts.chat import ModelSourceContext
+from turnwise.contracts.env_manager import ManagerContext
+from turnwise.contracts.estimator import EstimatorContext
+from turnwise.contracts.group_filter import FilterContext
+from turnwise.contracts.inference import InferenceContext
+from turnwise.contracts.logger import LoggerContext
+from turnwise.contracts.loss import LossContext
+from turnwise.contracts.runtime import RuntimeContext
+from turnwise.contracts.train import TrainContext
+from turnwise.data import normalise, ops
 from turnwise.hookspecs import KINDS
 from turnwise.pipeline.aggregation import token_coefficients
 from turnwise.planning.schedules import Schedule, learning_rate
 from turnwise.plugins import Registry, registry
+from turnwise.testing.runs import FAKES, written
+from turnwise_losses import segments
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -45,9 +61,14 @@ def example_of(hook: str, folder: Path) -> str:
     page = page_of(hook)
     plugins = [item for block in blocks(page, "yaml") for item in yaml.safe_load(block).get("plugins", ())]
     (name,) = {item for item in plugins if item.endswith(".py")}
-    (code,) = blocks(page, "python")
-    (folder / name).write_text(code, encoding="utf-8")
+    (folder / name).write_text(blocks(page, "python")[0], encoding="utf-8")
     return str(name)
+
+
+def excerpt(page: Path, hooks: str) -> str:
+    """The one block of a page that has this text."""
+    (code,) = [block for block in blocks(page, "python") if hooks in block]
+    return code
 
 
 def turnwise(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -74,6 +95,94 @@ def test_the_example_of_every_hook_keeps_its_contract(hook: str, tmp_path: Path)
     name = example_of(hook, tmp_path)
     done = turnwise(tmp_path, "test-plugin", f"./{name}", "--strict")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+FURTHER = {
+    "phone_book.py": (DOCS / "plugins" / "environments.md", '"phone_book"'),
+    "own_dice.py": (DOCS / "plugins" / "environments.md", '"own_dice"'),
+    "thrifty.py": (DOCS / "plugins-in-general.md", '"thrifty"'),
+}
+"""Further plugins of the pages: the file, the page, and what only its block has."""
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_plugins_of_the_pages_keep_their_contracts(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(excerpt(*FURTHER[name]), encoding="utf-8")
+    done = turnwise(tmp_path, "test-plugin", f"./{name}", "--strict")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+COSTS = """
+import turnwise
+from turnwise.testing.fakes import FakeEnvironment
+
+class Costly(FakeEnvironment):
+    def step(self, action):
+        *answer, info = super().step(action)
+        return *answer, info | {"metrics": {"cost": 0.1 * len(action)}}
+
+@turnwise.hookimpl
+def environments():
+    return [turnwise.Implementation("costly", Costly)]
+"""
+"""An environment that tells what a turn cost."""
+
+
+def test_further_plugins_of_the_pages_train(tmp_path: Path) -> None:
+    for name, where in FURTHER.items():
+        (tmp_path / name).write_text(excerpt(*where), encoding="utf-8")
+    (tmp_path / "costs.py").write_text(COSTS, encoding="utf-8")
+    growing = {"env_manager": "costed", "max_steps": 3}
+    changes = {
+        "plugins": ["turnwise.testing.plugin", "./costs.py", *(f"./{name}" for name in FURTHER)],
+        "adv_estimator": "thrifty",
+        "track_with": ["jsonl"],
+        "sequence_length": 1024,
+        "rollout_batch_size": 12,
+        "train_env_manager": {"num_env_groups": 6, "group_size": 2, "tags": ["Costs", "Book", "Dice"]},
+        "val_env_manager": {"num_env_groups": 3, "group_size": 1, "tags": ["Costs", "Book", "Dice"]},
+        "custom_envs": {
+            "Costs": {"env_type": "costly", **growing},
+            "Book": {"env_type": "phone_book", **growing},
+            "Dice": {"env_type": "own_dice", **growing},
+        },
+    }
+    (tmp_path / "run.yaml").write_text(written(FAKES, changes), encoding="utf-8")
+    done = turnwise(tmp_path, "train", "run.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(lines[0])["env/Costs/cost"] > 0
+    assert json.loads(lines[0])["env/Book/success"] == 0  # told at every call, and never true
+
+
+def contexts() -> list[tuple[str, type]]:
+    """(hook, the class of what its implementations are built with)."""
+    known = {
+        "env_managers": ManagerContext,
+        "inference_backends": InferenceContext,
+        "train_strategies": TrainContext,
+        "advantage_estimators": EstimatorContext,
+        "policy_losses": LossContext,
+        "batch_adjusts": AdjustContext,
+        "group_filters": FilterContext,
+        "loggers": LoggerContext,
+        "runtimes": RuntimeContext,
+        "model_sources": ModelSourceContext,
+    }
+    return sorted(known.items())
+
+
+@pytest.mark.parametrize(("hook", "context"), contexts(), ids=lambda value: getattr(value, "__name__", value))
+def test_what_an_implementation_is_built_with_stands_on_its_page(hook: str, context: Any) -> None:
+    code = " ".join(re.findall(r"`([^`\n]+)`", page_of(hook).read_text(encoding="utf-8")))
+    assert [field.name for field in fields(context) if not re.search(rf"\b{field.name}\b", code)] == []
+
+
+@pytest.mark.parametrize("module", [ops, normalise, segments], ids=lambda module: module.__name__)
+def test_every_helper_stands_on_a_page(module: ModuleType) -> None:
+    text = "".join(page_of(hook).read_text(encoding="utf-8") for hook in ("advantage_estimators", "policy_losses"))
+    public = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+    assert [name for name in public if name[0] != "_" and f"`{name}" not in text] == []
 
 
 TOGETHER = """
