@@ -470,17 +470,6 @@ class Swallows(FakeEnvManager):
             return Trajectory(episode.tag, episode.group, episode.member, episode.seed, (), "terminated")
 
 
-class MisplacesLogProbs(FakeEnvManager):
-    def samples(self, trajectory: Trajectory) -> list[Any]:
-        return [evolve(row, logprobs=np.roll(row.logprobs, -1)) for row in super().samples(trajectory)]
-
-
-class MixesVersions(FakeEnvManager):
-    def samples(self, trajectory: Trajectory) -> list[Any]:
-        rows = super().samples(trajectory)
-        return [evolve(row, versions=np.where(row.response_mask, row.versions.max(), -1)) for row in rows]
-
-
 class PlaysOtherwise(FakeEnvManager):
     """Changes the turns, or the whole, of what was played."""
 
@@ -490,6 +479,36 @@ class PlaysOtherwise(FakeEnvManager):
 
     def changed(self, turns: list[Turn]) -> list[Turn]:
         return turns
+
+
+class AsksTwice(PlaysOtherwise):
+    """A second call about every state, which it does not declare."""
+
+    async def run(self, episode: Episode, sampler: Sampler) -> Trajectory:
+        played = await super().run(episode, sampler)
+        if episode.chat is None:
+            return played
+        again = []
+        for turn in played.turns:
+            number = len(played.turns) + len(again)
+            answer = await sampler.generate(
+                turn=number, ids=turn.prompt_ids, images=played.images, max_new_tokens=1, actions=("a", "b")
+            )
+            assert answer.ids is not None
+            columns = {"response_ids": answer.ids, "logprobs": answer.logprobs, "versions": answer.versions}
+            again.append(evolve(turn, response_mask=np.ones(len(answer.ids), np.bool_), reward=0.0, **columns))
+        return evolve(played, turns=(*played.turns, *again))
+
+
+class MisplacesLogProbs(FakeEnvManager):
+    def samples(self, trajectory: Trajectory) -> list[Any]:
+        return [evolve(row, logprobs=np.roll(row.logprobs, -1)) for row in super().samples(trajectory)]
+
+
+class MixesVersions(FakeEnvManager):
+    def samples(self, trajectory: Trajectory) -> list[Any]:
+        rows = super().samples(trajectory)
+        return [evolve(row, versions=np.where(row.response_mask, row.versions.max(), -1)) for row in rows]
 
 
 class ZeroesRewards(PlaysOtherwise):
@@ -650,7 +669,16 @@ def train_strategies() -> list[Implementation]:
 
 @hookimpl
 def env_managers() -> list[Implementation]:
-    made = [EncodesAgain, Swallows, MarksPrompts, RepeatsRows, MisplacesLogProbs, MixesVersions, ZeroesRewards]
+    made = [
+        EncodesAgain,
+        Swallows,
+        MarksPrompts,
+        RepeatsRows,
+        AsksTwice,
+        MisplacesLogProbs,
+        MixesVersions,
+        ZeroesRewards,
+    ]
     made += [PaysATurnLate, AnchorsAfterTheStep, CallsTruncatedTerminated, AlwaysSucceeds]
     return [Implementation(c.__name__, c) for c in made]
 

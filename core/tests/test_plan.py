@@ -13,6 +13,7 @@ from turnwise.config.schema import Choice, CustomEnv, EnvManagerConfig, Role, Ru
 from turnwise.contracts.env_manager import ManagerCapabilities
 from turnwise.contracts.train import StrategyCapabilities
 from turnwise.hookspecs import Implementation
+from turnwise.planning import estimates
 from turnwise.planning import plan as planning
 from turnwise.testing.registered import registered
 
@@ -215,6 +216,14 @@ def test_joined_turns_are_between_a_row_an_episode_and_a_row_a_turn(merge: bool)
     played = EnvManagerConfig(num_env_groups=1, group_size=1, tags=("S",), num_groups_partition=(1,))
     other = run_of(3, 4, 10, custom_envs={"T": tag, "S": CustomEnv("fake")}, train_env_manager=played)
     assert planning.merges(other) is False  # a tag that does not train
+
+
+def test_every_call_of_a_step_may_sample_its_tokens() -> None:
+    tags = {"T": CustomEnv("e", max_steps=9, env_manager=Choice("self_play"))}
+    alone = EnvManagerConfig(num_env_groups=2, group_size=2, tags=("T",), num_groups_partition=(2,))
+    config = run_of(5, 2, 1, train_env_manager=alone, custom_envs=tags, sequence_length=10**6)
+    longest = config.actor_infer.generating_args.max_new_tokens
+    assert estimates.tokens_per_step(config)["sampled"] == 4 * 9 * 2 * longest
 
 
 @pytest.mark.parametrize(

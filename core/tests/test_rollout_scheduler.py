@@ -325,7 +325,8 @@ def test_an_exception_of_the_manager_is_a_failed_attempt_but_an_error_of_turnwis
     error: Exception = KeyError("role")
     result = batch([evolve(plan([]), manager=Clumsy())])
     assert len(result.trajectories) == 4
-    assert "the environment manager raised KeyError: 'role'" in result.failures[0]
+    assert "the environment manager raised KeyError: 'role', at " in result.failures[0]
+    assert "test_rollout_scheduler.py:" in result.failures[0]  # where its author looks first
     error = TrainerError("no room")
     with pytest.raises(TrainerError, match="no room"):
         batch([evolve(plan([]), manager=Clumsy())])

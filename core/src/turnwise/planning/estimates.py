@@ -26,7 +26,7 @@ from turnwise.planning.assembly import (
     role_of,
 )
 from turnwise.planning.facts import ModelFacts, find_config, read_facts
-from turnwise.planning.plan import rows_per_step
+from turnwise.planning.plan import manager_capabilities, rows_per_step
 from turnwise.plugins import registry
 
 DEVICE_GB = 40
@@ -76,7 +76,8 @@ def tokens_per_step(config: RunConfig) -> dict[str, int]:
     sampled = 0
     for tag, played in planned_episodes(manager).items():
         env = config.custom_envs[tag]
-        sampled += played * env.max_steps * min(longest, env.max_tokens_per_step or longest)
+        calls = env.max_steps * manager_capabilities(env).calls_per_step
+        sampled += played * calls * min(longest, env.max_tokens_per_step or longest)
     return {"sampled": min(sampled, trained), "trained": trained}
 
 

@@ -1,4 +1,4 @@
-"""Where in an environment's own code an error was raised: what its author looks for first."""
+"""Where in the own code of an environment, or of a manager, an error was raised: what its author looks for first."""
 
 from __future__ import annotations
 

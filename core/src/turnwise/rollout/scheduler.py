@@ -24,6 +24,7 @@ from turnwise.contracts.rollout import (
 from turnwise.errors import CheckpointError, EngineError, EnvironmentFailure, TurnwiseError, one_line
 from turnwise.rollout.buffer import Group, GroupBuffer, Place
 from turnwise.rollout.occupancy import Occupancy
+from turnwise.rollout.origin import raised
 from turnwise.rollout.watchdog import Watchdog
 from turnwise.rollout.worker import GRACE_SECONDS, LocalExecutor
 
@@ -244,9 +245,7 @@ class Scheduler:
     def _count(self, group: Group, place: Place, error: Exception) -> None:
         """Count a failed attempt. Raises EnvironmentFailure when there are too many of them."""
         serial, member, attempt = place
-        cause = (
-            str(error) if isinstance(error, EnvironmentFailure) else f"the environment manager raised {one_line(error)}"
-        )
+        cause = str(error) if isinstance(error, EnvironmentFailure) else f"the environment manager {raised(error)}"
         line = f"{group.plan.tag}, group {serial}, member {member}, attempt {attempt}: {' '.join(cause.split())}"
         group.failures.append((place, line))
         if isinstance(error, WorkerLost) and not error.counts:
@@ -261,6 +260,6 @@ class Scheduler:
             raise EnvironmentFailure(
                 f"{failed} attempts to play an episode failed in {what} ({tags}; {step.planned} episodes planned,"
                 f" {attempts} attempts begun), more than max_env_failure_rate: {self.settings.max_env_failure_rate:g}"
-                f" allows. Last cause: {line.rstrip('.')}. Fix: repair the environment, or raise max_env_failure_rate,"
+                f" allows. Last cause: {line.rstrip('.')}. Fix: repair what failed, or raise max_env_failure_rate,"
                 " step_timeout, reset_timeout or max_env_retries."
             ) from error

@@ -49,6 +49,24 @@ def reflected(
     return asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [("ss", "show was called twice"), ("a", "ask was called before show"), ("c", "act was called before ask")],
+)
+def test_a_line_says_what_was_called_out_of_order(order: str, said: str) -> None:
+    async def run() -> None:
+        env = ScriptedEnv("s0", [("s1", 1.0, True, False, {})])
+        line = Line(await World(episode(env)).begin(), ScriptedSampler(["a"]), RULES, Growing())
+        for letter in order:
+            if letter == "s":
+                line.show()
+            else:
+                await (line.ask() if letter == "a" else line.act())
+
+    with pytest.raises(AssertionError, match=said):
+        asyncio.run(run())
+
+
 def test_every_name_of_the_base_is_there() -> None:
     assert all(hasattr(base, name) for name in base.__all__)
 

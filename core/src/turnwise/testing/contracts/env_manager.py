@@ -172,15 +172,21 @@ def _sampled(turn: Turn) -> list[tuple[int, float, int]]:
     return [(int(token), float(logprob), int(version)) for token, logprob, version in known]
 
 
-def test_the_rows_are_as_many_as_the_manager_declares(implementation: Subject, runner: asyncio.Runner) -> None:
+def test_rows_and_calls_are_as_many_as_the_manager_declares(implementation: Subject, runner: asyncio.Runner) -> None:
     manager = build(implementation)
     declares = implementation.capabilities(ManagerCapabilities)
-    most = TURNS * declares.calls_per_step if declares.row_per_turn else 1
-    for trajectory in play(implementation, manager, runner).trajectories:
+    game = play(implementation, manager, runner)
+    calls, allowed = len(game.sampler.calls), TURNS * declares.calls_per_step
+    assert calls <= allowed, (
+        f"{calls} calls of the model to {TURNS} steps of the environment, {allowed} declared. Fix:"
+        " ManagerCapabilities(calls_per_step=…), by which `turnwise plan` counts tokens and rows."
+    )
+    most = allowed if declares.row_per_turn else 1
+    for trajectory in game.trajectories:
         rows = len(manager.samples(trajectory))
         assert rows <= most, (
-            f"{rows} rows of a trajectory of {TURNS} turns, {most} declared. Fix:"
-            " ManagerCapabilities(row_per_turn=True), and calls_per_step, by which `turnwise plan` counts rows."
+            f"{rows} rows of a trajectory of {TURNS} steps, {most} declared. Fix:"
+            " ManagerCapabilities(row_per_turn=True), by which `turnwise plan` counts rows."
         )
 
 

@@ -157,6 +157,7 @@ class Line:
 
         Raises EngineError for a response that was aborted or does not keep the contract, EnvironmentFailure as
         `extended`."""
+        assert len(self.shown) > len(self.turns), "ask was called before show: there is nothing to answer"
         prompt = None if self._without_room() else self.prompts.of(self)
         if prompt is None or (prompt.ids is not None and len(prompt.ids) > self.prompts.longest(self)):
             # Every message shown belongs to a call, and this one is not made.
@@ -206,6 +207,7 @@ class Line:
     async def act(self, action: str | None = None) -> float:
         """Give the environment the latest response's action (or another). Its reward, which is returned, is the latest
         turn's; without an action, the format penalty is added. Raises EnvironmentFailure."""
+        assert self.turns, "act was called before ask: there is no response to act on"
         latest = self.turns[-1]
         action = self.action if action is None else action
         reward, metrics = await self.world.step(action, self.response)

@@ -16,6 +16,7 @@ from attrs import define, evolve, field
 from turnwise.contracts.chat import Chat
 from turnwise.contracts.rollout import EnvironmentTimeout, EpisodeSpec, Played, RolloutSettings, TagPlan, WorkerLost
 from turnwise.errors import EnvironmentFailure, MachineError, TurnwiseError, one_line
+from turnwise.rollout.origin import raised
 from turnwise.rollout.standing import Standing
 from turnwise.rollout.worker import LocalExecutor
 from turnwise_ray.actors import WATCH_SECONDS, Answer, Home, Process, death, packed, process, result, unpacked
@@ -110,7 +111,7 @@ async def _first(task: asyncio.Task[Played], stopped: asyncio.Future[None]) -> P
     except (TurnwiseError, asyncio.CancelledError):
         raise
     except Exception as error:
-        raise EnvironmentFailure(f"the environment manager raised {one_line(error)}") from error
+        raise EnvironmentFailure(f"the environment manager {raised(error)}") from error
 
 
 @define(eq=False)
