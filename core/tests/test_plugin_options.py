@@ -42,10 +42,7 @@ def test_options_without_a_config_class_are_checked_against_the_signature() -> N
     assert known.build("logger", "any", {"whatever": 1}).options == {"whatever": 1}
     with pytest.raises(
         PluginError,
-        match=(
-            r"^logger 'plain' has no option 'hight'\. Did you mean 'height'\? Its options: height, width\. Fix: correct"
-            r" or remove it\.$"
-        ),
+        match=r"^logger 'plain' has no option 'hight'\. Did you mean 'height'\? .*height, width.* Fix: ",
     ):
         known.build("logger", "plain", {"hight": 3})
     with pytest.raises(PluginError, match=r"has no option 'context'"):

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from attrs import evolve
-from toy_runs import Toy, found, loaded, only, plugin, says
+from toy_runs import Toy, found, loaded, only, plugin
 
 from turnwise.config.schema import Choice
 from turnwise.errors import ConfigError, MachineError
 from turnwise.planning import preflight as module
 from turnwise.planning.preflight import Findings, chosen, refuse
+from turnwise.testing.compare import says
 
 
 def test_a_good_configuration_has_no_findings_and_leaves_no_trace(toy: Toy, tmp_path: Path) -> None:

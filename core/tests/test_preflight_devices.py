@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from attrs import evolve
-from toy_runs import Toy, found, loaded, only, plugin, says, there_are
+from toy_runs import Toy, found, loaded, only, plugin, there_are
 
 from turnwise.config.loader import load
 from turnwise.planning import assembly, device_problems
 from turnwise.planning.preflight import Findings
+from turnwise.testing.compare import says
 
 
 def test_devices_that_are_not_there_are_the_machines_lack(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,9 +42,3 @@ def plugin(tmp_path: Path, text: str) -> list[str]:
     """A further plugin file; the YAML's `plugins:` with it."""
     (tmp_path / "more.py").write_text("import turnwise\nfrom turnwise import Implementation\n" + text, encoding="utf-8")
     return ["turnwise.testing.plugin", "./players.py", "./more.py"]
-
-
-def says(line: str, *words: str) -> None:
-    """Assert that a finding holds what its reader needs: where, what is wrong, and the fix."""
-    missing = [word for word in words if word not in line]
-    assert not missing, (missing, line)

@@ -1,4 +1,4 @@
-"""Deep equality of what environments return, and the process's global random state, for contract tests."""
+"""What tests compare: values at any depth, the process's global random state, and what a message says."""
 
 from __future__ import annotations
 
@@ -52,3 +52,11 @@ def global_seed(seed: int) -> Iterator[None]:
     finally:
         random.setstate(kept[0])
         np.random.set_state(kept[1])
+
+
+def says(line: str, *words: str) -> None:
+    """Assert that a message holds what its reader needs, such as the key, the value that is wrong and the fix, and is
+    one line; how it is worded is its own affair."""
+    missing = [word for word in words if word not in line]
+    assert not missing, f"{line!r} lacks {missing}"
+    assert "\n" not in line, f"{line!r} is more than one line"

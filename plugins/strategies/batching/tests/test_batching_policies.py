@@ -18,6 +18,7 @@ from turnwise.contracts.batch_adjust import AdjustContext, AdjustInput, PlannedU
 from turnwise.contracts.train import StrategyCapabilities
 from turnwise.errors import ConfigError, Problem
 from turnwise.planning.schedules import Schedule, learning_rate
+from turnwise.testing.compare import says
 from turnwise_batching import batch_adjusts
 from turnwise_batching.config import ByTrajectoryConfig
 
@@ -249,11 +250,8 @@ def test_by_trajectory_says_before_a_run_which_accumulation_divides_the_batch() 
     assert checked(4) == []
     (problem,) = checked(3)
     assert problem.path == "$.actor_train.training_args.gradient_accumulation_steps"
-    assert (
-        problem.text
-        == "U = per_device_train_batch_size 2 × gradient_accumulation_steps 3 × data-parallel size 1 = 6 does not"
-        " divide rollout_batch_size 16. Fix: gradient_accumulation_steps: 2"
-    )
+    factors = "per_device_train_batch_size 2 × gradient_accumulation_steps 3 × data-parallel size 1 = 6"
+    says(problem.text, factors, "does not divide rollout_batch_size 16", "Fix: gradient_accumulation_steps: 2")
     assert "gradient_accumulation_steps 3 × data-parallel size 2 = 12 does not divide" in checked(3, devices=4)[0].text
     assert checked(4, devices=4) == []
     (problem,) = checked(1, critic=5)
