@@ -386,7 +386,7 @@ def test_the_model_of_a_run_is_evaluated_by_any_of_its_names(toy: Toy, tmp_path:
     ("options", "expected"),
     [
         (("--player", "furst"), "no inference backend is named 'furst'. Did you mean 'first'?"),
-        (("--tag", "Tuy"), "--tag 'Tuy' is not in custom_envs. It holds: Toy."),
+        (("--tag", "Tuy"), "--tag 'Tuy' is not in custom_envs. It holds: Toy. Fix: one of them"),
         (("--model", "nowhere"), "--model: 'nowhere' is no folder."),
     ],
 )

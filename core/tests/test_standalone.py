@@ -72,7 +72,7 @@ def test_split_tag_episodes_and_seed_are_heard(config: RunConfig) -> None:
 
 
 def test_wishes_that_cannot_be_met_are_one_line(config: RunConfig) -> None:
-    with pytest.raises(ConfigError, match=r"^--tag 'C' is not in custom_envs\. It holds: A, B\.$"):
+    with pytest.raises(ConfigError, match=r"^--tag 'C' is not in custom_envs\. It holds: A, B\. Fix: one of them$"):
         play.with_tasks(config, tag="C")
     with pytest.raises(
         ConfigError,

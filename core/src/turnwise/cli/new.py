@@ -108,6 +108,7 @@ def resolve(kind: str) -> str:
     shorts = [t.short for t in TEMPLATES.values()]
     raise ConfigError(
         f"there is no kind of plugin {kind!r}.{did_you_mean(kind, [*shorts, *KINDS.values()])} Kinds: {listed(shorts)}."
+        " Fix: one of them"
     )
 
 

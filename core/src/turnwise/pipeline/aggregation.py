@@ -62,8 +62,12 @@ def token_coefficients(
 
 def _check(mode: str, unit: str, scale: float) -> None:
     if mode not in MODES:
-        raise ConfigError(f"loss_agg_mode: {mode!r} is unknown.{did_you_mean(mode, MODES)} Known: {listed(MODES)}")
+        raise ConfigError(
+            f"loss_agg_mode: {mode!r} is unknown.{did_you_mean(mode, MODES)} Known: {listed(MODES)}. Fix: one of them"
+        )
     if unit not in UNITS:
-        raise ConfigError(f"loss_agg_unit: {unit!r} is unknown.{did_you_mean(unit, UNITS)} Known: {listed(UNITS)}")
+        raise ConfigError(
+            f"loss_agg_unit: {unit!r} is unknown.{did_you_mean(unit, UNITS)} Known: {listed(UNITS)}. Fix: one of them"
+        )
     if mode == "seq-mean-token-sum-norm" and not scale > 0:
-        raise ConfigError(f"loss_scale_factor: {scale!r} is not a positive number")
+        raise ConfigError(f"loss_scale_factor: {scale!r} is not a positive number. Fix: such as sequence_length")

@@ -40,7 +40,8 @@ def with_tasks(
     manager = evolve(manager, generating_args=manager.generating_args or config.actor_infer.generating_args)
     if tag is not None:
         if tag not in config.custom_envs:
-            raise ConfigError(f"--tag {tag!r} is not in custom_envs. It holds: {', '.join(config.custom_envs)}.")
+            known = ", ".join(config.custom_envs)
+            raise ConfigError(f"--tag {tag!r} is not in custom_envs. It holds: {known}. Fix: one of them")
         manager = evolve(manager, tags=(tag,), num_groups_partition=(manager.num_env_groups,))
     if episodes is not None:
         manager = _resized(manager, episodes)

@@ -159,13 +159,15 @@ def _make(env_id: str, env_kwargs: dict[str, Any], where: str) -> Any:
     try:
         return gymnasium.make(env_id, disable_env_checker=True, **env_kwargs)
     except gymnasium.error.DependencyNotInstalled as error:
-        raise MachineError(f"{where} needs a package that is missing here: {error}") from error
+        raise MachineError(f"{where} needs a package that is missing here: {error} Fix: install it") from error
     except (gymnasium.error.Error, ImportError) as error:
         raise ConfigError(
             f"{where} cannot be made: {error} Fix: env_id, or module:EnvId to import the module that registers it."
         ) from error
     except TypeError as error:
-        raise ConfigError(f"{where} does not take env_kwargs {sorted(env_kwargs)}: {error}") from error
+        raise ConfigError(
+            f"{where} does not take env_kwargs {sorted(env_kwargs)}: {error}. Fix: correct or remove them"
+        ) from error
 
 
 def _fields(space: Any) -> list[str]:

@@ -167,7 +167,8 @@ def _unknown(config: DeepspeedConfig, context: TrainContext, where: str) -> Iter
         yield from _invalid(error, where)
     except (DeepSpeedConfigError, ValueError, TypeError, AssertionError, AttributeError) as error:
         parsed = False
-        yield Problem(where, f"DeepSpeed refuses it: {' '.join(str(error).split()) or type(error).__name__}")
+        why = " ".join(str(error).split()) or type(error).__name__
+        yield Problem(where, f"DeepSpeed refuses it: {why}. Fix: correct the options")
     # An error ends the reading, and what was not read yet would look unknown.
     if parsed:
         # The run's own keys were left out of what the parser saw, so it cannot have asked for all of them.
@@ -175,7 +176,8 @@ def _unknown(config: DeepspeedConfig, context: TrainContext, where: str) -> Iter
         names = known | {attribute.name for attribute in attrs.fields(DeepspeedConfig)}
         for name in config.engine_args:
             if name not in known:
-                yield Problem(where, f"DeepSpeed has no option {name!r}.{did_you_mean(name, sorted(names))}")
+                hint = did_you_mean(name, sorted(names))
+                yield Problem(where, f"DeepSpeed has no option {name!r}.{hint} Fix: correct or remove it")
 
 
 def _invalid(error: Any, where: str) -> Iterator[Problem]:
@@ -199,9 +201,11 @@ def _invalid(error: Any, where: str) -> Iterator[Problem]:
                 if inner is None
                 else [key for field, info in inner.model_fields.items() for key in (field, info.alias) if key]
             )
-            yield Problem(place, f"DeepSpeed has no option {str(name)!r}.{did_you_mean(str(name), known)}")
+            hint = did_you_mean(str(name), known)
+            yield Problem(place, f"DeepSpeed has no option {str(name)!r}.{hint} Fix: correct or remove it")
         else:
-            yield Problem(f"{place}.{name}" if name != "" else place, f"{found['msg']}, got {found['input']!r}")
+            text = f"{found['msg']}, got {found['input']!r}. Fix: correct the value"
+            yield Problem(f"{place}.{name}" if name != "" else place, text)
 
 
 def _without_auto(block: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,14 +30,14 @@ OLDEST = "0.5.21"
 """The first version whose weight updates are sessions (begin_weight_update)."""
 OURS = {
     "model_path": "pretrain",
-    "weight_version": "nothing: the backend counts versions",
-    "host": "nothing: the server listens on loopback",
+    "weight_version": "the backend counts versions",
+    "host": "the server listens on loopback",
 }
-OURS |= {"port": "nothing: a free one is taken", "dtype": "model_args.dtype", "tokenizer_path": "pretrain"}
+OURS |= {"port": "a free one is taken", "dtype": "model_args.dtype", "tokenizer_path": "pretrain"}
 OURS |= {
-    "skip_server_warmup": "nothing: it is on",
-    "nnodes": "nothing: one server is on one host",
-    "api_key": "nothing: each start makes its own",
+    "skip_server_warmup": "it is on",
+    "nnodes": "one server is on one host",
+    "api_key": "each start makes its own",
 }
 OURS |= {"trust_remote_code": "trust_remote_code, beside pretrain"}
 OURS |= {"enable_lora": "actor_train.model_args.lora_sync", "lora_paths": "pretrain"}
@@ -246,10 +246,10 @@ def argument_problems(config: SglangConfig, context: InferenceContext) -> list[P
     refuses."""
     given = config.engine_args
     problems = [
-        Problem(f"{WHERE}.{name}", f"not the user's to set. Use {use}.") for name, use in OURS.items() if name in given
+        Problem(f"{WHERE}.{name}", f"not the user's to set ({use}). Fix: leave it out") for name, use in OURS.items() if name in given
     ]
     problems += [
-        Problem(WHERE, f"sglang has no argument {name!r}. Did you mean {_ELSEWHERE[name]!r}?")
+        Problem(WHERE, f"sglang has no argument {name!r}. Fix: {_ELSEWHERE[name]}")
         for name in given
         if name in _ELSEWHERE
     ]
@@ -262,13 +262,15 @@ def argument_problems(config: SglangConfig, context: InferenceContext) -> list[P
         # On this machine it can be imported as for a CPU only; its argument class is the same.
         answer = other
     if isinstance(answer, str):
-        lack = f"sglang's argument class could not be asked about {', '.join(left)}: {answer}"
+        lack = f"sglang's argument class could not be asked about {', '.join(left)}: {answer}. Fix: repair"
+        lack += f" what {interpreter(config)} has, or remove them"
         return [*problems, Problem(WHERE, lack, machine=True)]
     known = [*answer["known"], *SglangConfig.__annotations__]
     problems += [
-        Problem(WHERE, f"sglang has no argument {name!r}.{did_you_mean(name, known)}") for name in answer["unknown"]
+        Problem(WHERE, f"sglang has no argument {name!r}.{did_you_mean(name, known)} Fix: correct or remove it")
+        for name in answer["unknown"]
     ]
-    return problems + [Problem(WHERE, line) for line in answer["wrong"]]
+    return problems + [Problem(WHERE, f"{line}. Fix: correct the value") for line in answer["wrong"]]
 
 
 @functools.cache

@@ -26,11 +26,11 @@ def role_problems(context: TrainContext, strategy: str) -> list[Problem]:
             Problem(
                 role,
                 "needs a sampling temperature over 0 (log-probs are of logits / temperature), got"
-                f" {context.temperature}",
+                f" {context.temperature}. Fix: generating_args.temperature: 1",
             )
         )
     if context.trainable and context.objective is None:
-        problems.append(Problem(role, "trainable, but it has no objective"))
+        problems.append(Problem(role, "trainable, but it has no objective. Fix: build it with one"))
     elif context.objective is not None:
         try:
             kl_estimator(context.objective.kl_loss_type)
@@ -64,5 +64,10 @@ def model_problems(context: TrainContext, strategy: str) -> list[Problem]:
                 )
             )
         if None in (context.max_tokens_per_microbatch_in_train, context.max_tokens_per_microbatch_in_infer):
-            problems.append(Problem(f"{role}.use_sequence_packing", "needs both token budgets"))
+            problems.append(
+                Problem(
+                    f"{role}.use_sequence_packing",
+                    "needs both token budgets. Fix: max_tokens_per_microbatch_in_train and _in_infer",
+                )
+            )
     return problems

@@ -182,7 +182,8 @@ def _add_adapters(model: nn.Module, lora: Lora, role: str) -> None:
     except ValueError as error:
         linear = {name.rpartition(".")[2] for name, module in backbone.named_modules() if isinstance(module, nn.Linear)}
         raise ConfigError(
-            [f"{place}: {first_line(error)} Linear layers of {type(backbone).__name__}: {listed(sorted(linear))}"]
+            f"{place}: {first_line(error)} Linear layers of {type(backbone).__name__}: {listed(sorted(linear))}. Fix: name"
+            " some of them"
         ) from error
     ends = (backbone.get_input_embeddings(), backbone.get_output_embeddings())
     for name, layer in _adapted(backbone):

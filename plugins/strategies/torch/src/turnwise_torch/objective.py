@@ -53,7 +53,9 @@ def kl_estimator(name: str) -> Callable[[Tensor], Tensor]:
     """The function of log π − log π_ref that `kl_loss_type` names. Raises ValueError."""
     known = [*KL, *KL_ALIASES]
     if name not in known:
-        raise ValueError(f"unknown KL estimator {name!r}.{did_you_mean(name, known)} Known: {listed(known)}")
+        raise ValueError(
+            f"unknown KL estimator {name!r}.{did_you_mean(name, known)} Known: {listed(known)}. Fix: one of them"
+        )
     return KL[KL_ALIASES.get(name, name)]
 
 

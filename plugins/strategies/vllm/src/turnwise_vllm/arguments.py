@@ -101,7 +101,7 @@ def problems(config: VllmConfig, context: InferenceContext) -> list[Problem]:
                     )
                 )
     elif wanted is not None and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1):
-        lines.append(Problem(f"{WHERE}.data_parallel_size", f"{wanted!r} is not a positive integer"))
+        lines.append(Problem(f"{WHERE}.data_parallel_size", f"{wanted!r} is not a positive integer. Fix: leave it out"))
     return lines
 
 
@@ -169,7 +169,10 @@ def _name_problems(engine_args: Mapping[str, Any]) -> Iterator[Problem]:
         elif name in fields:
             yield Problem(f"{WHERE}.engine_args.{name}", f"has a key of its own. Fix: {name} beside engine_args")
         elif known is not None and name not in known:
-            yield Problem(WHERE, f"vLLM has no engine argument {name!r}.{did_you_mean(name, sorted(known | fields))}")
+            hint = did_you_mean(name, sorted(known | fields))
+            yield Problem(
+                f"{WHERE}.engine_args.{name}", f"vLLM has no engine argument {name!r}.{hint} Fix: correct or remove it"
+            )
 
 
 def argument_names() -> frozenset[str] | None:
