@@ -127,7 +127,8 @@ def test_every_hook_has_a_template() -> None:
 
 def test_a_misspelt_kind_is_reported_with_the_nearest_and_all(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"'estimater'\. Did you mean 'estimator'\? Kinds: backend, batch-adjust, env, .*strategy\. Fix: one of them$"
+        ConfigError,
+        match=r"'estimater'\. Did you mean 'estimator'\? Kinds: backend, batch-adjust, env, .*strategy\. Fix: one of them$",
     ):
         scaffold("estimater", "mine", tmp_path)
     assert list(tmp_path.iterdir()) == []

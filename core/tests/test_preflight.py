@@ -279,7 +279,7 @@ def test_all_kinds_of_findings_come_together_each_once(toy: Toy, tmp_path: Path)
     assert [line.split(":")[0] for line in got.config] == [
         "$.actor_train.training_args.lr_scheduler_type",
         "$.baselines",
-        "nowhere is not a checkpoint",
+        "$.resume_from_checkpoint",
     ]
     assert len(got.machine) == 1
 

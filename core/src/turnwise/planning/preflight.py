@@ -80,7 +80,7 @@ def preflight(config: RunConfig, base: Path, lacks: Sequence[str] = (), missing:
         # Sizes alone, which takes no time: the run itself compares the contents.
         resume.to_resume(config.resume_from_checkpoint, assembly.Folders.of(config).checkpoints, contents=False)
     except CheckpointError as error:
-        wrong.append(str(error))
+        wrong.append(f"$.resume_from_checkpoint: {error}")
     # Roles may share a fault, which is said once.
     return Findings(list(dict.fromkeys([*missing, *wrong])), list(dict.fromkeys(lacks)))
 

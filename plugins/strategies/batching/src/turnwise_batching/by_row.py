@@ -100,7 +100,7 @@ def _checked_unit(context: AdjustContext) -> int:
     if context.unit < 1:
         raise ConfigError(
             f"batch_adjust_mode: the effective batch U (per device × accumulation × ranks) is {context.unit}, not"
-            " positive"
+            " positive. Fix: sizes of at least 1"
         )
     return context.unit
 

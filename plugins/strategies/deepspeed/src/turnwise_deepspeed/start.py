@@ -61,14 +61,16 @@ def join(ranks: Ranks, device: torch.device) -> Any:
     # DeepSpeed reads its device from LOCAL_RANK, again and again: it cannot change once a role has set it.
     if os.environ.setdefault("LOCAL_RANK", index) != index and device.type == "cuda":
         raise MachineError(
-            f"this process already drives device {os.environ['LOCAL_RANK']} (LOCAL_RANK), the role is on device {index}"
+            f"this process already drives device {os.environ['LOCAL_RANK']} (LOCAL_RANK), the role is on device {index}."
+            " Fix: one device for both roles, or a runtime of several processes"
         )
     if not dist.is_initialized():
         # DeepSpeed's own start without a launcher looks for one (MPI, environment variables).
         dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
     if dist.get_world_size() != ranks.size:
         raise MachineError(
-            f"this process is in a group of {dist.get_world_size()}, the role has {ranks.size} processes"
+            f"this process is in a group of {dist.get_world_size()}, the role has {ranks.size} processes. Fix: as many"
+            " devices for both roles, or a runtime of several processes"
         )
     deepspeed.init_distributed(dist_backend=_backend(device), auto_mpi_discovery=False, verbose=False)
     return deepspeed

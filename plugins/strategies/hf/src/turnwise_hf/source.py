@@ -45,8 +45,8 @@ class HfModelSource:
         if isinstance(pretrain, Mapping):
             return recipe_problems(pretrain)
         if not isinstance(pretrain, str) or not pretrain.strip():
-            text = f"{pretrain!r} is no model. Fix: a folder, a hub id, or a recipe such as"
-            return [Problem("pretrain", f"{text} {{recipe: {{architecture: qwen2}}}}")]
+            fix = "a folder, a hub id, or a recipe such as {recipe: {architecture: qwen2}}"
+            return [Problem("pretrain", f"{pretrain!r} is no model. Fix: {fix}")]
         folder = Path(pretrain).expanduser()
         if not folder.exists() and _may_be_hub_id(pretrain):
             return []

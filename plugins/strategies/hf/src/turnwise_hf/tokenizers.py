@@ -161,5 +161,7 @@ def _rendered(template: str, role: str, content: str) -> list[str]:
         ]
     except Exception as error:  # a template may refuse a role with any error; one that refuses the user is of no use
         if role == "user":
-            raise ConfigError(f"pretrain.recipe.chat_template cannot render a user's message: {error}") from error
+            raise ConfigError(
+                f"$.pretrain.recipe.chat_template: cannot render a user's message: {error}. Fix: a template that can"
+            ) from error
         return []

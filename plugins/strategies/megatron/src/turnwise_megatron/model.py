@@ -173,7 +173,9 @@ def transformer_config(
     try:
         return TransformerConfig(**options)
     except (ValueError, AssertionError, TypeError) as error:
-        raise ConfigError(f"strategy megatron: Megatron refuses the configuration: {first_line(error)}") from error
+        raise ConfigError(
+            f"strategy megatron: Megatron refuses the configuration: {first_line(error)}. Fix: correct strategy_config"
+        ) from error
 
 
 def _expert_options(architecture: Architecture, config: MegatronConfig) -> dict[str, Any]:

@@ -133,7 +133,8 @@ class RayRole:
             )
         except TimeoutError as error:
             raise MachineError(
-                f"{self.role}: its processes did not come up within start_timeout = {self._start_timeout:g} s"
+                f"{self.role}: its processes did not come up within start_timeout = {self._start_timeout:g} s."
+                " Fix: raise it, or see their output"
             ) from error
         except ray.exceptions.RayError as error:
             raise TrainerError(f"{self.role}: a process did not come up: {death(error)}") from error

@@ -246,7 +246,9 @@ def argument_problems(config: SglangConfig, context: InferenceContext) -> list[P
     refuses."""
     given = config.engine_args
     problems = [
-        Problem(f"{WHERE}.{name}", f"not the user's to set ({use}). Fix: leave it out") for name, use in OURS.items() if name in given
+        Problem(f"{WHERE}.{name}", f"not the user's to set ({use}). Fix: leave it out")
+        for name, use in OURS.items()
+        if name in given
     ]
     problems += [
         Problem(WHERE, f"sglang has no argument {name!r}. Fix: {_ELSEWHERE[name]}")

@@ -53,7 +53,7 @@ class Vision:
         facts = _facts(Path(folder))
         if facts.get("model_type") not in ARCHITECTURES:
             raise ConfigError(
-                f"{folder} holds a {facts.get('model_type')} model, whose images are not understood. Known:"
+                f"{folder} holds a {facts.get('model_type')} model, whose images are not understood. Fix: one of"
                 f" {listed(ARCHITECTURES)}"
             )
         self.token = int(facts["image_token_id"])
@@ -116,7 +116,7 @@ class Vision:
             if end > len(ids) or (ids[start:end] != self.token).any() or (end < len(ids) and ids[end] == self.token):
                 raise ConfigError(
                     f"image {len(found) + 1} of a sample is {end - start} tokens, its ids hold another number at"
-                    f" {start}"
+                    f" {start}. Fix: rows of the model's own processor"
                 )
             mask[start:end] = True
             found.append(images[len(found)])
