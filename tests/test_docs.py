@@ -36,6 +36,7 @@ from turnwise.pipeline.aggregation import token_coefficients
 from turnwise.planning.schedules import Schedule, learning_rate
 from turnwise.plugins import Registry, registry
 from turnwise.testing.runs import FAKES, written
+from turnwise.testing.subject import Subject
 from turnwise_losses import segments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -176,6 +177,15 @@ def contexts() -> list[tuple[str, type]]:
 def test_what_an_implementation_is_built_with_stands_on_its_page(hook: str, context: Any) -> None:
     code = " ".join(re.findall(r"`([^`\n]+)`", page_of(hook).read_text(encoding="utf-8")))
     assert [field.name for field in fields(context) if not re.search(rf"\b{field.name}\b", code)] == []
+
+
+def test_every_key_of_a_fixture_stands_on_the_page() -> None:
+    keys = set(re.findall(r"`(\w+)(?:\([\w, ]*\))?`", (Subject.__doc__ or "").partition("these keys:")[2])) - {
+        "info",
+        "ids",
+    }
+    cells = " ".join(row[0] for row in table("plugins-in-general.md", "key"))
+    assert {key for key in keys if not re.search(rf"\b{key}\b", cells)} == set()
 
 
 @pytest.mark.parametrize("module", [ops, normalise, segments], ids=lambda module: module.__name__)

@@ -107,6 +107,8 @@ def test_nothing_is_left_to_fill_in(tmp_path: Path) -> None:
             "tests/test_my_first_one.py",
             "src/turnwise_my_first_one/__init__.py",
         }
+        tests = (folder / "tests" / "test_my_first_one.py").read_text(encoding="utf-8")
+        assert re.search(rf'run_conformance\("my_first_one", "{kind}", strict=True\) == 0', tests)
         facts = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
         assert facts["project"]["entry-points"]["turnwise"] == {"my_first_one": "turnwise_my_first_one"}
 
