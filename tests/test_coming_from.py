@@ -73,3 +73,10 @@ def test_every_example_the_pages_name_is_there() -> None:
             assert (ROOT / name).exists(), f"{page.name}: {name}"
             if name.endswith(".yaml"):
                 assert OmegaConf.load(ROOT / name)
+
+
+def test_every_metric_to_look_at_here_is_a_metric() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    named = {name for _, here, *_ in rows(PAGES[0]) for name in re.findall(r"(?<![\w`/])[a-z]+(?:/[a-z_]+)+", here)}
+    assert {"critic/score/mean", "time/rollout", "policy/clip_frac"} <= named
+    assert sorted(name for name in named if name not in page) == []

@@ -172,3 +172,62 @@ def test_what_no_plugin_brings_is_no_fault_of_the_machine(file: Path) -> None:
     assert done.exit_code == 2
     (line,) = [line for line in done.stderr.splitlines() if "rock_tb_native_env" in line]
     assert line.startswith("config: ")
+
+
+TOOLS = """\
+  Arithmetic:
+    env_type: rg:letter_counting
+    max_steps: ${max_actions_per_traj}
+    env_manager_cls: ${env_manager_cls}
+    agent_runner_cls: roll.pipeline.agentic.agent_runner.gem_runner.GEMRunner
+    agent_template: "{observation}{suffix}"
+    TOOL
+    env_config: {tool_wrapper: false, max_tool_uses: 3}
+  Guess:
+    env_type: game:GuessTheNumber-v0-hard
+    max_steps: ${max_actions_per_traj}
+    env_manager_cls: MANAGER
+    env_config: {min_number: 1, max_number: 10, render_mode: text}
+"""
+WRAPPER = "tool_wrapper: {tool_configs: [{tool_id: python_code, tool_args: {timeout: 5}}], wrapper_args: {max_tool_uses: 1}, tool_reward: 0.05}"
+CONCAT = "roll.pipeline.agentic.env_manager.step_concat_env_manager.StepConcatEnvManager"
+VISION = "roll.pipeline.agentic.env_manager.vl_traj_env_manager.VLTrajEnvManager"
+
+
+def tools(file: Path, tool: str = "tool_wrapper: ~", manager: str = CONCAT) -> None:
+    """A file of calculations and guesses, with Megatron and its keys."""
+    text = RUN.replace("[FrozenLake, Boxes]", "[Arithmetic, Guess]").replace("tags: [FrozenLake]", "tags: [Guess]")
+    text = text.replace("strategy_name: fsdp2_infer", "strategy_name: megatron_infer")
+    patches = "apply_tiled_mlp: true, moe_experts: null, apply_expert_patch: false, "
+    text = text.replace("strategy_config: {fsdp_size", f"strategy_config: {{{patches}fsdp_size")
+    file.write_text(text + TOOLS.replace("TOOL", tool).replace("MANAGER", manager))
+
+
+@pytest.mark.parametrize("manager", [CONCAT, VISION, "${env_manager_cls}"])
+def test_plan_takes_a_file_of_calculations_key_by_key(file: Path, manager: str) -> None:
+    tools(file, manager=manager)
+    done = CliRunner().invoke(main, ["plan", str(file)])
+    assert done.exit_code == 0, done.stderr
+    for name in ("rg:letter_counting", "game:GuessTheNumber-v0-hard"):
+        assert f"no environment is named '{name}'" in done.stderr
+    for key in ("apply_tiled_mlp", "moe_experts", "apply_expert_patch", "tiled_num_shards"):
+        assert f"strategy_config.{key}: does not apply: " in done.stderr
+
+
+def test_tools_are_refused_in_one_line_and_no_key_beside_them(file: Path) -> None:
+    tools(file, tool=WRAPPER)
+    done = CliRunner().invoke(main, ["plan", str(file)])
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.exit_code == 2
+    assert "$.custom_envs.Arithmetic.tool_wrapper: " in line
+    assert "no manager has tools yet" in line
+    assert "Fix: remove it" in line
+
+
+def test_environments_that_no_plugin_brings_are_the_only_fault_of_a_file_of_calculations(file: Path) -> None:
+    tools(file)
+    done = CliRunner().invoke(main, ["check", str(file)])
+    lines = [line for line in done.stderr.splitlines() if line.startswith("config: ")]
+    assert done.exit_code == 2
+    assert len(lines) == 2, lines
+    assert all("no environment is named" in line and "Fix: " in line and "pip install" not in line for line in lines)
