@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 
 import numpy as np
 import pytest
@@ -125,6 +126,35 @@ def test_a_terminal_that_cannot_be_read_is_one_line() -> None:
     closed.close()
     with pytest.raises(TurnwiseError, match="cannot read the human player's answer"):
         play(HumanPlayer(HumanConfig(), CONTEXT, closed, io.StringIO()), ask(0))
+
+
+def test_a_line_that_comes_when_the_run_has_just_ended_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread at the keyboard finds the loop open, and it closes before the line is handed over."""
+    typed, raised = threading.Event(), list[object]()
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+
+    class Keyboard(io.StringIO):
+        def readline(self, size: int = -1) -> str:
+            typed.wait(10)
+            return "Left\n"
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        closed = loop.is_closed
+
+        def open_there() -> bool:
+            return threading.current_thread().name != "human-player" and closed()
+
+        monkeypatch.setattr(loop, "is_closed", open_there)
+        player = HumanPlayer(HumanConfig(), CONTEXT, Keyboard(), io.StringIO())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(player.generate(ask(0)), 0.05)
+
+    asyncio.run(main())
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "human-player")
+    typed.set()
+    thread.join(10)
+    assert not thread.is_alive() and raised == []
 
 
 def test_the_fixtures_play() -> None:

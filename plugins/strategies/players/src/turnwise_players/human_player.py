@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -66,8 +67,8 @@ class HumanPlayer(Player):
             except (OSError, ValueError) as caught:
                 error = TurnwiseError(f"cannot read the human player's answer: {caught}. Fix: start in a terminal")
                 error.__cause__ = caught
-            # The run may have ended while this thread waited for the keyboard.
-            if not loop.is_closed():
+            # The run may have ended while this thread waited for the keyboard, or end right now: to ask first is no help.
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(deliver, line, error)
 
         threading.Thread(target=read, name="human-player", daemon=True).start()
