@@ -13,6 +13,12 @@ from turnwise.contracts.env_manager import Episode, Limits
 from turnwise.contracts.environment import Response
 from turnwise.data.trajectory import Generation, Trajectory
 from turnwise.testing.fake_model import END, ROLES, FakeChat
+from turnwise_managers.config import StepwiseConfig, TrajectoryConfig
+from turnwise_managers.stepwise import StepwiseManager
+from turnwise_managers.trajectory import TrajectoryManager
+
+KINDS = {"trajectory": (TrajectoryManager, TrajectoryConfig), "stepwise": (StepwiseManager, StepwiseConfig)}
+"""What each manager is built of: its class and its options."""
 
 
 class WatchedChat(FakeChat):

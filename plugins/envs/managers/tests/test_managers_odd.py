@@ -16,11 +16,8 @@ from turnwise.contracts.env_manager import ManagerContext
 from turnwise.data.trajectory import Generation, int32
 from turnwise.errors import ConfigError, EnvironmentFailure
 from turnwise.testing.fake_model import IMAGE
-from turnwise_managers.config import StepwiseConfig, TrajectoryConfig
-from turnwise_managers.stepwise import StepwiseManager
+from turnwise_managers.config import TrajectoryConfig
 from turnwise_managers.trajectory import TrajectoryManager
-
-KINDS = {"trajectory": (TrajectoryManager, TrajectoryConfig), "stepwise": (StepwiseManager, StepwiseConfig)}
 
 
 class Strict(WatchedChat):
@@ -33,12 +30,6 @@ class Strict(WatchedChat):
             if not isinstance(message["content"], str):
                 raise ConfigError("taken as a text model, but a message holds an image. Fix: text")
         return super().ids_of(messages)
-
-
-@pytest.fixture(params=sorted(KINDS))
-def make(request: pytest.FixtureRequest) -> Any:
-    target, config = KINDS[request.param]
-    return lambda **options: target(config(**options), ManagerContext())
 
 
 ODD: dict[str, Any] = {"role": [{"role": "critic", "content": "hm"}], "image": [image_part(1)]}

@@ -7,24 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import evolve
-from managers_fakes import ROOMY, ScriptedEnv, ScriptedSampler, WatchedChat, going, image_part, run, text_part
+from managers_fakes import KINDS, ROOMY, ScriptedEnv, ScriptedSampler, WatchedChat, going, image_part, run, text_part
 
-from turnwise.contracts.env_manager import ManagerContext
 from turnwise.contracts.environment import Response
 from turnwise.data.trajectory import Generation
 from turnwise.errors import EngineError, EnvironmentFailure
 from turnwise_managers import env_managers
-from turnwise_managers.config import StepwiseConfig, TrajectoryConfig
-from turnwise_managers.stepwise import StepwiseManager
-from turnwise_managers.trajectory import TrajectoryManager
-
-KINDS = {"trajectory": (TrajectoryManager, TrajectoryConfig), "stepwise": (StepwiseManager, StepwiseConfig)}
-
-
-@pytest.fixture(params=sorted(KINDS))
-def make(request: pytest.FixtureRequest) -> Any:
-    target, config = KINDS[request.param]
-    return lambda **options: target(config(**options), ManagerContext())
 
 
 def test_hooks_name_both_managers_and_their_targets_exist() -> None:

@@ -76,3 +76,10 @@ def shared() -> Callable[[int], set[Path]]:
         return paths
 
     return found
+
+
+@pytest.fixture(scope="module")
+def run(request: pytest.FixtureRequest) -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """`run(work)`: a coroutine on the module's own loop, in at most its LONGEST seconds."""
+    with asyncio.Runner() as runner:
+        yield lambda work: runner.run(asyncio.wait_for(work, request.module.LONGEST))

@@ -57,12 +57,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with asyncio.Runner() as runner:
-        yield lambda work: runner.run(asyncio.wait_for(work, LONGEST))
-
-
-@pytest.fixture(scope="module")
 def backend(run: Run, folders: Callable[[int], Path]) -> Iterator[SglangBackend]:
     from turnwise_hf.chat import HfChat
 

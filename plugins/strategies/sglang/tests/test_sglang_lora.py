@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,6 @@ def differences(request: Request, answer: Generation, folder: Path | None) -> np
         logits = adapted(folder)(input_ids=tokens[None], use_cache=False).logits[0, :-1]
     expected = torch.log_softmax(logits / request.args.temperature, -1).gather(1, tokens[1:, None])[:, 0]
     return np.abs(answer.logprobs - expected[len(request.ids) - 1 :].numpy())
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
-    with asyncio.Runner() as runner:
-        yield lambda work: runner.run(asyncio.wait_for(work, LONGEST))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +63,6 @@ def chat(folders: Any) -> Any:
     from turnwise_hf.chat import HfChat
 
     return HfChat(folders(0))
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
-    with asyncio.Runner() as runner:
-        yield lambda work: runner.run(asyncio.wait_for(work, LONGEST))
 
 
 @pytest.fixture(scope="module")
