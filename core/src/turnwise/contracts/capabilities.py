@@ -9,6 +9,10 @@ from attrs import frozen
 
 from turnwise.errors import Problem
 
+Options = Any
+"""The structured options of an implementation: an object of its own config class, which the core does not know; plain
+options where it has none."""
+
 
 @frozen
 class Capabilities:

@@ -11,6 +11,8 @@ from attrs import field, frozen
 
 from turnwise.errors import Problem
 
+Recipe = Mapping[str, Any]
+"""`pretrain` as a mapping: what a model source makes a model of; its keys are the source's own."""
 Message = dict[str, Any]
 """`{"role": str, "content": str | list of parts}`; an image part is `{"type": "image", "image": uint8 H×W×3}`."""
 
@@ -84,12 +86,12 @@ class ModelSourceContext:
 class ModelSource(Protocol):
     """Built as `Source(config, context)`."""
 
-    def prepare(self, pretrain: str | Mapping[str, Any]) -> Path:
+    def prepare(self, pretrain: str | Recipe) -> Path:
         """A folder in Hugging Face layout with tokenizer for a path, a hub id or a recipe. Called once, before any role
         is built. Raises ConfigError (not a model, unknown recipe key) or MachineError (cannot be fetched here)."""
         ...
 
-    def check(self, pretrain: str | Mapping[str, Any]) -> list[Problem]:
+    def check(self, pretrain: str | Recipe) -> list[Problem]:
         """What can be known before anything starts; paths begin with `pretrain`."""
         ...
 

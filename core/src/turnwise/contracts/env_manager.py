@@ -4,14 +4,14 @@ samples."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from attrs import field, frozen
 
 from turnwise.contracts.capabilities import Capabilities
 from turnwise.contracts.chat import Chat, Message
-from turnwise.contracts.environment import Response
+from turnwise.contracts.environment import Info, Observation, Response
 from turnwise.data.trajectory import Generation, Sample, Trajectory
 
 
@@ -37,13 +37,11 @@ class EpisodeEnvironment(Protocol):
 
     Both raise EnvironmentFailure when the environment raised, hung or returned bad values; a manager lets it pass."""
 
-    async def reset(self) -> tuple[Any, dict[str, Any]]:
+    async def reset(self) -> tuple[Observation, Info]:
         """Reset with the episode's seed and options."""
         ...
 
-    async def step(
-        self, action: str, response: Response | None = None
-    ) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    async def step(self, action: str, response: Response | None = None) -> tuple[Observation, float, bool, bool, Info]:
         """One checked step. `response`: the whole response that holds the action, for environments that read it."""
         ...
 

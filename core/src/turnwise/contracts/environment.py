@@ -13,6 +13,11 @@ from turnwise.data.numbers import LARGEST_REWARD
 from turnwise.data.trajectory import Generation
 from turnwise.errors import EnvironmentFailure
 
+Observation = Any
+"""A string, a list of chat messages, or a list of content parts: what `check_observation` lets through."""
+Info = dict[str, Any]
+"""What an environment says beside the observation; the keys that are read stand at `Environment`."""
+
 
 @frozen
 class Response:
@@ -47,17 +52,17 @@ class Environment(Protocol):
     Optional: `render()` → uint8 H×W×3 array or a string, `close()`.
     """
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         """Start an episode. The same seed (0 ≤ seed < 2**32) gives the same episode for the same actions; global random
         state is not touched."""
         ...
 
-    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[Observation, float, bool, bool, Info]:
         """Answer an action with (observation, reward, terminated, truncated, info)."""
         ...
 
 
-def takes_response(environment: Any) -> bool:
+def takes_response(environment: Environment) -> bool:
     """Whether the environment's `step` has the parameter `response`."""
     kind: Any = type(environment)
     return _takes_response(kind)
@@ -72,7 +77,7 @@ def _takes_response(cls: Any) -> bool:
         return False
 
 
-def check_observation(value: Any, where: str) -> Any:
+def check_observation(value: object, where: str) -> Observation:
     """Return `value` if it is an observation; raise EnvironmentFailure with what it was instead."""
     if isinstance(value, str):
         return value
@@ -87,7 +92,7 @@ def check_observation(value: Any, where: str) -> Any:
     )
 
 
-def check_reset(result: Any, where: str) -> tuple[Any, dict[str, Any]]:
+def check_reset(result: object, where: str) -> tuple[Observation, Info]:
     """Check what `reset` returned: (observation, info)."""
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise EnvironmentFailure(
@@ -96,7 +101,7 @@ def check_reset(result: Any, where: str) -> tuple[Any, dict[str, Any]]:
     return check_observation(result[0], f"{where}.reset"), result[1]
 
 
-def check_step(result: Any, where: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+def check_step(result: object, where: str) -> tuple[Observation, float, bool, bool, Info]:
     """Check what `step` returned: five values and a reward that float32 holds; the flags are taken as booleans."""
     if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
         raise EnvironmentFailure(

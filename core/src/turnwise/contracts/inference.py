@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from attrs import field, frozen
 
-from turnwise.contracts.capabilities import Capabilities
+from turnwise.contracts.capabilities import Capabilities, Options
 from turnwise.contracts.chat import Chat, Message
 from turnwise.contracts.train import Lora, Offer
 from turnwise.data.ranges import NOT_NEGATIVE, POSITIVE, RANGE, TOP_P
@@ -131,13 +131,13 @@ class InferenceBackend(Protocol):
     """What requests carry; a class attribute, read before anything is built."""
 
     @staticmethod
-    def transports(config: Any, context: InferenceContext) -> tuple[str, ...]:
+    def transports(config: Options, context: InferenceContext) -> tuple[str, ...]:
         """By which transports it takes weights when it is built so, best first; () for a player. Asked before anything
         is built, too."""
         ...
 
     @staticmethod
-    def check(config: Any, context: InferenceContext) -> list[Problem]:
+    def check(config: Options, context: InferenceContext) -> list[Problem]:
         """What is wrong, as far as that can be known before anything is built: `context.model` is the empty path
         then."""
         ...

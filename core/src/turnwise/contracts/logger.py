@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from attrs import field, frozen
 
-from turnwise.contracts.capabilities import Capabilities
+from turnwise.contracts.capabilities import Capabilities, Options
 from turnwise.data.trajectory import Trajectory
 from turnwise.errors import Problem
 
@@ -65,7 +65,7 @@ class ChecksBefore(Protocol):
     """A logger's class that can tell before a run what it will lack."""
 
     @staticmethod
-    def check(config: Any, context: LoggerContext) -> Iterable[Problem]:
+    def check(config: Options, context: LoggerContext) -> Iterable[Problem]:
         """What is wrong, without starting or writing anything; `path` is dotted from the options' own block on. `train`
         and `check` ask, `plan` and `eval` do not."""
         ...

@@ -3,8 +3,9 @@ weights."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
+from turnwise.contracts.capabilities import Options
 from turnwise.contracts.inference import DeviceMemory, InferenceContext, Request
 from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation
@@ -18,12 +19,12 @@ class Player:
     input: Literal["ids", "messages"] = "messages"
 
     @staticmethod
-    def transports(config: Any, context: InferenceContext) -> tuple[str, ...]:
+    def transports(config: Options, context: InferenceContext) -> tuple[str, ...]:
         """None: a player has no weights."""
         return ()
 
     @staticmethod
-    def check(config: Any, context: InferenceContext) -> list[Problem]:
+    def check(config: Options, context: InferenceContext) -> list[Problem]:
         """Nothing is wrong with a player."""
         return []
 

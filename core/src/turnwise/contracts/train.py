@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from attrs import field, frozen
 
-from turnwise.contracts.capabilities import Capabilities
+from turnwise.contracts.capabilities import Capabilities, Options
 from turnwise.data.rows import Rows, Update, UpdateResult
 from turnwise.errors import Problem
 
@@ -147,12 +147,12 @@ class TrainStrategy(Protocol):
     """
 
     @staticmethod
-    def transports(config: Any, context: TrainContext) -> tuple[str, ...]:
+    def transports(config: Options, context: TrainContext) -> tuple[str, ...]:
         """By which transports it offers weights when it is built so; asked before anything is built, too."""
         ...
 
     @staticmethod
-    def check(config: Any, context: TrainContext) -> list[Problem]:
+    def check(config: Options, context: TrainContext) -> list[Problem]:
         """What is wrong, as far as that can be known before anything is built: `context.model` is the empty path then,
         `context.devices` all devices of the role."""
         ...
