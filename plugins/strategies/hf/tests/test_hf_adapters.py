@@ -118,6 +118,7 @@ def test_the_base_serves_first_then_every_update_by_its_adapters(
         for version in (1, 2):
             move(strategy, version)
             await sync(strategy, backend, transport, version)
+            # Its own copy of the model: where its weights lie shows nowhere else.
             assert backend._own is not None
             places.append([parameter.data_ptr() for parameter in backend._own.parameters()])
             answers.append(await backend.generate(REQUEST))
@@ -141,6 +142,7 @@ def test_another_dtype_than_the_trainers_serves_nearly_the_same(
 
     async def work(backend: HfBackend) -> Generation:
         await sync(strategy, backend, "shared_memory", 1)
+        # As above: a dtype shows in log-probs only as noise.
         assert {str(parameter.dtype) for parameter in backend._own.parameters()} == {"torch.bfloat16"}  # type: ignore[union-attr]
         return await backend.generate(REQUEST)
 

@@ -58,6 +58,7 @@ def rows_of(ids: Sequence[np.ndarray], limit: int = 6, **args: Any) -> list[Row]
 def watched_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the ids of all forward passes to come."""
     widths: list[tuple[int, ...]] = []
+    # How wide its passes are is a matter of cost and shows in no result.
     forward = decoding._forward
 
     def watched(model: Any, cache: Any, ids: torch.Tensor, place: Any) -> torch.Tensor:
@@ -159,6 +160,7 @@ def test_long_batches_are_read_in_several_passes_with_the_same_result(
     whole = sample(model, rows)
     monkeypatch.setattr(decoding, "_PREFILL_TOKENS", 30)
     assert [result.ids.tolist() for result in sample(model, rows)] == [result.ids.tolist() for result in whole]
+    # As above: how rows are put together shows in no result.
     assert decoding._chunks(np.array([4, 10, 10, 10, 50, 60])) == [(0, 3), (3, 4), (4, 5), (5, 6)]
 
 

@@ -38,6 +38,7 @@ def test_experts_arrive_as_the_trainer_has_them_and_log_probs_agree(make: Callab
         try:
             offer = strategy.offer(transport, 3)
             assert (await asyncio.gather(asyncio.to_thread(strategy.send, offer), backend.receive(offer)))[1] == 3
+            # Tensor by tensor: an expert that no token of the answer chose would show nowhere else.
             assert backend._own is not None
             held, own = strategy.model.state_dict(), backend._own.state_dict()
             assert held.keys() == own.keys()

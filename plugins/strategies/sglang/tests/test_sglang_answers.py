@@ -189,6 +189,7 @@ def test_a_kernel_package_that_lacks_the_hash_gets_it(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "sgl_kernel", ModuleType("sgl_kernel"))
     made = preparations()
     for _ in range(2):  # the second time all is there
+        # Called where SGLang's own processes start, which have their interpreter to themselves.
         made._define_operators()
     seeds, positions, columns = torch.tensor([5, 6]).to(torch.uint64), torch.tensor([0, 3]), torch.tensor([0, 1, 2])
     found = torch.ops.sgl_kernel.murmur_hash32_cpu.default(seeds, positions, columns)

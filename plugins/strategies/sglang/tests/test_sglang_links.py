@@ -160,6 +160,7 @@ def test_a_server_that_was_killed_without_a_word_may_have_filled_main_memory(
     server = Server.__new__(Server)
     server.log = tmp_path / "log"
     server.log.write_text(log, encoding="utf-8")
+    # No public way leads to a server that has ended without being started.
     server._process = cast(Any, SimpleNamespace(poll=lambda: -9))
     hint = ": if main memory was full, lower engine_args.max_total_tokens or max_running_requests of actor_infer"
     assert server.how_it_ended() == f"signal SIGKILL{hint if hinted else ''}"
