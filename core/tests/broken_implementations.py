@@ -528,6 +528,12 @@ class AnchorsAfterTheStep(PlaysOtherwise):
         return [evolve(turn, anchor=anchor) for turn, anchor in zip(turns, following)]
 
 
+class TellsTheNextObservation(PlaysOtherwise):
+    def changed(self, turns: list[Turn]) -> list[Turn]:
+        following = [*(turn.observation for turn in turns[1:]), "the end"]
+        return [evolve(turn, observation=observation) for turn, observation in zip(turns, following)]
+
+
 class CallsTruncatedTerminated(FakeEnvManager):
     async def run(self, episode: Episode, sampler: Sampler) -> Trajectory:
         played = await super().run(episode, sampler)
@@ -679,7 +685,7 @@ def env_managers() -> list[Implementation]:
         MixesVersions,
         ZeroesRewards,
     ]
-    made += [PaysATurnLate, AnchorsAfterTheStep, CallsTruncatedTerminated, AlwaysSucceeds]
+    made += [PaysATurnLate, AnchorsAfterTheStep, TellsTheNextObservation, CallsTruncatedTerminated, AlwaysSucceeds]
     return [Implementation(c.__name__, c) for c in made]
 
 

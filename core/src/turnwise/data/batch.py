@@ -53,8 +53,8 @@ class Batch:
     turn table, −1 if not sampled), `infer_log_probs` float32 (NaN where unknown), `versions` int32,
     `token_level_rewards` float64; later `old_log_probs`, `ref_log_probs`, `values`, `advantages`, `returns`.
     A turn's reward sits on its last sampled token; a turn without one gives it to the last sampled token before, else
-    to the first after. Managers and estimators may add columns to any table; what nobody knows travels untouched and
-    reaches the loss by name.
+    to the first after. A manager adds token columns of its own by `Sample.columns`; what nobody knows travels untouched
+    and reaches the loss by name.
     """
 
     trajectories: Table

@@ -47,8 +47,9 @@ class Turn:
     `response_mask` bool [n]:
     True for tokens that the engine sampled, False for tokens appended so that parsers see a closed message. `logprobs`
     float32 [n] or None, `versions` int32 [n] (−1 where not sampled). `anchor`: the state before the call (the
-    environment's `state_key`, else the observation that the action answered). `images`: indices into
-    `Trajectory.images` that the prompt holds.
+    environment's `state_key`, else the observation that the action answered). `observation`: what the
+    call was shown, by the environment or by the manager itself. `images`: indices into `Trajectory.images` that the
+    prompt holds.
     """
 
     prompt_ids: np.ndarray

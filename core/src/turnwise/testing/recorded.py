@@ -24,16 +24,19 @@ LIMITS = Limits(sequence_length=8192, max_new_tokens=6, max_tokens_per_step=5, m
 
 @define
 class PlainEnvironment:
-    """The fake environment as a manager sees it. `infos`: what it told, at reset and at every step."""
+    """The fake environment as a manager sees it. `infos` and `observations`: what it told and
+    showed, at reset and at every step."""
 
     environment: FakeEnvironment
     seed: int
     steps: list[tuple[str, Response | None, float]] = field(factory=list)
     infos: list[dict[str, Any]] = field(factory=list)
+    observations: list[Any] = field(factory=list)
 
     async def reset(self) -> tuple[Any, dict[str, Any]]:
         """Reset, checked."""
         answer = check_reset(self.environment.reset(seed=self.seed), "fake")
+        self.observations.append(answer[0])
         self.infos.append(answer[1])
         return answer
 
@@ -44,6 +47,7 @@ class PlainEnvironment:
         try:
             answer = check_step(self.environment.step(action), "fake")
             self.steps.append((action, response, answer[1]))
+            self.observations.append(answer[0])
             self.infos.append(answer[4])
             return answer
         except RuntimeError as error:

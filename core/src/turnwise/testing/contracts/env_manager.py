@@ -79,17 +79,22 @@ def test_rewards_belong_to_the_step_that_earned_them(implementation: Subject, ru
             )
 
 
-def test_an_anchor_is_the_state_before_the_call(implementation: Subject, runner: asyncio.Runner) -> None:
+def test_a_turn_tells_the_state_before_its_call(implementation: Subject, runner: asyncio.Runner) -> None:
     game = play(implementation, build(implementation), runner)
     seen: set[int] = set()
     for turn, call, _ in game.calls:
-        if call["step"] in seen:
-            continue  # a further call about the same state may say so in its anchor
-        seen.add(call["step"])
-        before = game.world.infos[call["step"]]["state_key"]
+        step = call["step"]
+        if step in seen:
+            continue  # a further call about the same state may say so in its anchor, and is shown something else
+        seen.add(step)
+        before = game.world.infos[step]["state_key"]
         assert same(turn.anchor, before), (
             f"the turn's anchor is {turn.anchor!r}; the state before its call was {before!r}. Fix: take"
             " info['state_key'] before environment.step answers."
+        )
+        shown = game.world.observations[step]
+        assert same(turn.observation, shown), (
+            f"the turn's observation is {turn.observation!r:.80}; the environment had shown {shown!r:.80}."
         )
 
 
