@@ -33,11 +33,15 @@ DEVICE_GB = 40
 """Memory of a device where nobody says."""
 # That of turnwise_torch.head, which the core may not import.
 LOGITS_CHUNK = 2**26
-"""Logits that exist at a time in training; in fp32, with their gradient."""
+"""Logits of a chunk, in fp32."""
+LOGITS_COPIES = {True: 6, False: 2}
+"""Tensors as large as a chunk's logits that exist at a time, with gradients (those of the entropy and of the softmax's backward pass among them) and without; as benchmarks/memory.py measured them."""
 CPU_BYTES_PER_TOKEN = {"rollout": 17, "log_probs": 4, "advantages": 8}
 """Id, mask, turn, log-prob and version of a token of the batch; its log-prob (or value) by each model; its advantage and return."""
 DUMP_BYTES = {"prompt": 6, "sampled": 36}
 """A token in the JSON of a dumped trajectory: its id; for a sampled one also mask, log-prob and version."""
+PARTS = ("weights", "gradients", "optimizer", "activations", "kv_cache")
+"""What counts in a total."""
 FULL = 0.9
 """Share of a device past which an estimate is reported: allocators and engines need the rest."""
 
@@ -136,14 +140,17 @@ def memory(config: RunConfig, facts: ModelFacts, device: int) -> list[dict[str, 
             continue
         # A reference computes log-probs alone: no gradients, no optimizer.
         phase = "training" if trained[name] else "log-probs"
-        out.append({"role": name, "phase": phase, **_training(config, role_of(config, name), facts, trained[name])})
+        out.append({"role": name, "phase": phase, **role_memory(config, role_of(config, name), facts, trained[name])})
     for line in out:
         # Without `images`, which are an upper bound that hardly any batch reaches, and without what lies in main
         # memory.
-        line["total"] = sum(
-            line.get(part, 0) for part in ("weights", "gradients", "optimizer", "activations", "kv_cache")
-        )
+        line["total"] = total(line)
     return out
+
+
+def total(line: Mapping[str, Any]) -> int:
+    """The bytes that a role's parts come to."""
+    return sum(line.get(part, 0) for part in PARTS)
 
 
 def _sampling(config: RunConfig, facts: ModelFacts, device: int) -> dict[str, int]:
@@ -160,8 +167,9 @@ def _sampling(config: RunConfig, facts: ModelFacts, device: int) -> dict[str, in
     }
 
 
-def _training(config: RunConfig, role: Role, facts: ModelFacts, trainable: bool) -> dict[str, int]:
-    """As the strategy's config class counts, with the activations of the largest micro-batch."""
+def role_memory(config: RunConfig, role: Role, facts: ModelFacts, trainable: bool) -> dict[str, int]:
+    """Bytes of a training role on one device by what they hold, as the strategy's config class counts, with the
+    activations of the largest micro-batch."""
     dtype = role.model_args.dtype
     rows = (
         role.training_args.per_device_train_batch_size
@@ -170,14 +178,14 @@ def _training(config: RunConfig, role: Role, facts: ModelFacts, trainable: bool)
     )
     budget = token_budget(config, role, "train" if trainable else "infer")
     tokens = budget if budget is not None else rows * config.sequence_length
-    # fp32 and their gradient: 4 bytes each.
-    logits = 2 * 4 * min(LOGITS_CHUNK, tokens * facts.vocabulary)
-    recomputed = (
-        facts.activation_bytes(tokens, dtype, kept=False)
-        if trainable
-        else facts.activation_bytes(tokens, dtype, kept=True) // facts.layers
-    )
-    kept = facts.activation_bytes(tokens, dtype, kept=True) if trainable else recomputed
+    logits = 4 * LOGITS_COPIES[trainable] * min(LOGITS_CHUNK, tokens * facts.vocabulary)
+    # Every row of a micro-batch has scores of its own, where they are written out.
+    eager = role.model_args.attn_implementation == "eager"
+    scores = math.ceil(tokens / config.sequence_length) * config.sequence_length**2 if eager else 0
+    kept = facts.activation_bytes(tokens, dtype, kept=True, scores=scores)
+    recomputed = facts.activation_bytes(tokens, dtype, kept=False, scores=scores)
+    if not trainable:
+        kept = recomputed = kept // facts.layers
     wanted = kept if role.model_args.disable_gradient_checkpointing else recomputed
     asked = {
         "parameters": facts.parameters,
@@ -333,8 +341,7 @@ def _slower(spent: Mapping[str, Any]) -> str:
 
 
 def _memory_line(line: Mapping[str, Any]) -> str:
-    names = ("weights", "gradients", "optimizer", "activations", "kv_cache")
-    parts = " + ".join(f"{name.replace('_', ' ')} {_bytes(line[name])}" for name in names if line.get(name))
+    parts = " + ".join(f"{name.replace('_', ' ')} {_bytes(line[name])}" for name in PARTS if line.get(name))
     offloaded = f", {_bytes(line['cpu'])} in main memory" if line.get("cpu") else ""
     images = f", images at most {_bytes(line['images'])} more" if line.get("images") else ""
     return f"{line['role']}, {line['phase']}: {_bytes(line['total'])} a device ({parts}){images}{offloaded}"

@@ -81,17 +81,20 @@ class ModelFacts:
         """Keys and values of one token, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head * BYTES[dtype]
 
-    def activation_bytes(self, tokens: int, dtype: str, *, kept: bool) -> int:
+    def activation_bytes(self, tokens: int, dtype: str, *, kept: bool, scores: int = 0) -> int:
         """An estimate of what a forward pass keeps for the backward pass over `tokens` tokens of one micro-batch.
 
-        A layer keeps the inputs of its two norms and two blocks (4·hidden), queries, keys, values and the attention's
-        output, and gate, up and their product (3·intermediate); recomputed (`kept` False), every layer keeps its input
-        and one layer keeps all that.
+        A layer keeps of each of its two norms what came in, what it scaled and what came out (6·hidden), queries, keys
+        and values, the attention's output as the kernel and as the projection want it, and of the MLP gate, its
+        activation, up and their product (4·intermediate); recomputed (`kept` False), every layer keeps its input and one
+        layer keeps all that. `scores`: pairs of positions of one head whose attention is written out, twice a layer and
+        three times more where it is computed, in fp32.
         """
         width = BYTES[dtype]
-        layer = 4 * self.hidden + 2 * self.heads * self.head + 2 * self.kv_heads * self.head + 3 * self.intermediate
+        layer = 6 * self.hidden + 3 * self.heads * self.head + 2 * self.kv_heads * self.head + 4 * self.intermediate
         inside = self.layers * layer if kept else self.layers * self.hidden + layer
-        return tokens * inside * width
+        written = (2 * self.layers if kept else 2) + 3
+        return tokens * inside * width + 4 * written * self.heads * scores
 
 
 def find_config(pretrain: Any, base: Path) -> Path | None:
