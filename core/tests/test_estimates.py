@@ -12,9 +12,10 @@ from attrs import evolve, frozen
 
 from turnwise.config.schema import Choice, CustomEnv, EnvManagerConfig, ModelArgs, Role, RunConfig, TrainingArgs
 from turnwise.contracts.inference import GeneratingArgs
+from turnwise.contracts.runtime import RuntimeCapabilities
 from turnwise.contracts.train import StrategyCapabilities
 from turnwise.errors import ConfigError
-from turnwise.planning import estimates
+from turnwise.planning import cpu, estimates
 from turnwise.planning.facts import find_config, read_facts
 
 CONFIG = {
@@ -83,14 +84,75 @@ def test_memory_where_the_strategy_does_not_count(model: Path) -> None:
     assert (infer["role"], infer["phase"]) == ("actor_infer", "sampling")
     assert infer["weights"] == 4 * COUNT
     assert infer["kv_cache"] == 8 * 100 * 2 * 2 * 4 * 4  # episodes × tokens × keys and values × layers × width × bytes
-    a_layer = 4 * 8 + 2 * 8 + 2 * 4 + 3 * 16
-    assert train["activations"] == 200 * (2 * 8 + a_layer) * 4 + 2 * 4 * 200 * 10
+    a_layer = 6 * 8 + 3 * 8 + 2 * 4 + 4 * 16
+    assert train["activations"] == 200 * (2 * 8 + a_layer) * 4 + 6 * 4 * 200 * 10
     kept = evolve(run_of().actor_train, model_args=ModelArgs(dtype="fp32", disable_gradient_checkpointing=True))
     assert (
         estimates.estimates(run_of(actor_train=kept), model)["memory"][1]["activations"]
-        == 200 * 2 * a_layer * 4 + 2 * 4 * 200 * 10
+        == 200 * 2 * a_layer * 4 + 6 * 4 * 200 * 10
     )
     assert train["total"] == train["weights"] + train["activations"]
+
+
+def test_attention_that_is_written_out_grows_with_the_square_of_the_length(model: Path) -> None:
+    def activations(**model_args: Any) -> int:
+        role = evolve(run_of().actor_train, model_args=ModelArgs(dtype="fp32", **model_args))
+        values = estimates.estimates(run_of(actor_train=role), model)
+        return int(values["memory"][1]["activations"])
+
+    one = 4 * 4 * 2 * 100**2  # bytes × heads × rows × pairs of positions
+    eager = {"attn_implementation": "eager"}
+    assert activations(**eager) - activations() == (2 + 3) * one
+    kept = {"disable_gradient_checkpointing": True}
+    assert activations(**kept, **eager) - activations(**kept) == (2 * 2 + 3) * one
+
+
+def on_cpu(monkeypatch: pytest.MonkeyPatch, free: int, gpus: int = 0) -> None:
+    monkeypatch.setattr(cpu, "available", lambda: free)
+    monkeypatch.setattr(cpu, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(cpu, "runtime_capabilities", lambda config: RuntimeCapabilities(one_process=True))
+    monkeypatch.setattr(cpu, "_shares", lambda config: False)
+
+
+def test_a_run_without_gpu_is_compared_with_this_machines_main_memory(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpu(monkeypatch, 10**9)
+    values = estimates.estimates(run_of(), model)
+    infer, train = values["memory"]
+    held = cpu.LIBRARIES + sum(values["cpu"].values()) + infer["weights"] + train["weights"]
+    passing = {"training": train["activations"], "sampling": infer["kv_cache"]}
+    assert values["one_process"]["total"] == held + max(passing.values())
+    assert values["one_process"]["phase"] == max(passing, key=lambda phase: passing[phase])
+    assert estimates.warnings(values, run_of()) == estimates.cpu_warnings(run_of(), model) == []
+    assert "of the whole run about" in estimates.render(values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({}, ["actor_train.training_args.per_device_train_batch_size (500"]),
+        (
+            {"model_args": ModelArgs(dtype="fp32", disable_gradient_checkpointing=True)},
+            ["actor_train.model_args.disable_gradient_checkpointing: false", "per_device_train_batch_size (500"],
+        ),
+        (
+            {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 50_000},
+            ["lower the token budget of actor_train (50000)"],
+        ),
+    ],
+)
+def test_what_main_memory_does_not_hold_is_a_warning_with_the_keys(
+    model: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], keys: list[str]
+) -> None:
+    on_cpu(monkeypatch, 6 * 10**8)
+    role = evolve(run_of().actor_train, training_args=TrainingArgs(per_device_train_batch_size=500), **changes)
+    config = run_of(actor_train=role)
+    (line,) = estimates.warnings(estimates.estimates(config, model), config)
+    assert [line] == estimates.cpu_warnings(config, model)
+    assert all(key in line for key in [*keys, "this machine has no GPU and 0.6 GB to give", "Fix: ", "(100)"]), line
+    on_cpu(monkeypatch, 6 * 10**8, gpus=1)
+    assert estimates.cpu_warnings(config, model) == []
 
 
 def test_memory_as_the_strategy_counts_it(model: Path) -> None:

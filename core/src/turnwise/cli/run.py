@@ -55,6 +55,8 @@ def train(path: Path, overrides: Sequence[str]) -> None:
     loaded = _loaded(path, overrides, checking=True)
     config = loaded.config
     refuse(_findings(loaded, path))
+    for line in estimates.cpu_warnings(config, path.parent):
+        click.echo(f"warning: {line}", err=True)
     logs = Path(config.logging_dir or config.output_dir)
     pipeline = Pipeline(config, path.parent, loaded.plain())
     # Not before preflight: a run that is refused leaves no folder behind.
@@ -253,6 +255,6 @@ def check(path: Path, overrides: Sequence[str]) -> None:
         click.echo(f"machine: {line}", err=True)
     if findings.config or findings.machine:
         raise click.exceptions.Exit(2 if findings.config else 3)
-    for line in drift_warnings(loaded.config, path.parent):
+    for line in [*estimates.cpu_warnings(loaded.config, path.parent), *drift_warnings(loaded.config, path.parent)]:
         click.echo(f"warning: {line}", err=True)
     click.echo(f"{path}: ready to train")

@@ -16,7 +16,7 @@ from turnwise.config.updates import rows_per_update, strategy_capabilities, toke
 from turnwise.contracts.batch_adjust import AdjustContext
 from turnwise.data.numbers import BYTES
 from turnwise.errors import ConfigError, PluginError
-from turnwise.planning import transport
+from turnwise.planning import cpu, transport
 from turnwise.planning.assembly import (
     backend_capabilities,
     build,
@@ -35,7 +35,7 @@ DEVICE_GB = 40
 LOGITS_CHUNK = 2**26
 """Logits of a chunk, in fp32."""
 LOGITS_COPIES = {True: 6, False: 2}
-"""Tensors as large as a chunk's logits that exist at a time, with gradients (those of the entropy and of the softmax's backward pass among them) and without; as benchmarks/memory.py measured them."""
+"""Tensors as large as a chunk's logits at a time, with gradients and without, as benchmarks/memory.py measured them."""
 CPU_BYTES_PER_TOKEN = {"rollout": 17, "log_probs": 4, "advantages": 8}
 """Id, mask, turn, log-prob and version of a token of the batch; its log-prob (or value) by each model; its advantage and return."""
 DUMP_BYTES = {"prompt": 6, "sampled": 36}
@@ -57,17 +57,30 @@ def estimates(
     path = find_config(config.pretrain, base)
     facts = read_facts(path) if path is not None else None
     tokens = tokens_per_step(config)
+    batch = main_memory(config, facts, tokens["trained"])
+    lines = memory(config, facts, int(device_gb * 1e9)) if facts is not None else None
     return {
         "model": {"config": str(path), "parameters": facts.parameters} if facts is not None else None,
         "updates_by_policy": updates_by_policy(config),
         "tokens_per_step": tokens,
         "device_gb": device_gb,
-        "memory": memory(config, facts, int(device_gb * 1e9)) if facts is not None else None,
-        "cpu": main_memory(config, facts, tokens["trained"]),
+        "memory": lines,
+        "cpu": batch,
+        "one_process": cpu.peak(config, lines, batch) if lines is not None else None,
         "disk": disk(config, facts, tokens),
         "copied": copied(config, facts),
         "time": times(config, earlier) if earlier is not None else None,
     }
+
+
+def cpu_warnings(config: RunConfig, base: Path) -> list[str]:
+    """Those of `warnings` that this machine's main memory gives reason for."""
+    path = find_config(config.pretrain, base)
+    facts = read_facts(path) if path is not None else None
+    if facts is None:
+        return []
+    batch = main_memory(config, facts, tokens_per_step(config)["trained"])
+    return cpu.warning(config, cpu.peak(config, memory(config, facts, int(DEVICE_GB * 1e9)), batch))
 
 
 def tokens_per_step(config: RunConfig) -> dict[str, int]:
@@ -265,8 +278,8 @@ def times(config: RunConfig, earlier: Path) -> dict[str, Any]:
 
 
 def warnings(values: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """What does not fit a device, with the keys to lower."""
-    out = []
+    """What does not fit a device, or the main memory of a machine that has none, with the keys to lower."""
+    out = cpu.warning(config, values["one_process"])
     for line in values["memory"] or ():
         role = role_of(config, line["role"])
         # A sampler fills its device by design; a role without numbers may be on a CPU.
@@ -313,8 +326,12 @@ def render(values: Mapping[str, Any]) -> str:
         lines.append(
             ("", f"actor_infer: {_bytes(values['copied'])} are a copy of the weights, which playing ahead needs")
         )
-    cpu = values["cpu"]
-    lines.append(("main memory", ", ".join(f"{name} {_bytes(size)}" for name, size in cpu.items()) + ", at most"))
+    whole = values["one_process"]
+    total_ = (
+        f"; of the whole run about {_bytes(whole['total'])}, in {whole['phase']} of {whole['role']}" if whole else ""
+    )
+    batch = ", ".join(f"{name} {_bytes(size)}" for name, size in values["cpu"].items())
+    lines.append(("main memory", f"{batch}, at most{total_}"))
     disk_ = values["disk"]
     size = "unknown" if disk_["checkpoint"] is None else _bytes(disk_["checkpoint"])
     lines.append(("disk", f"checkpoint {size}, dumped step at most {_bytes(disk_['dumped_step'])}"))
