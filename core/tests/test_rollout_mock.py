@@ -111,6 +111,21 @@ def test_a_dump_of_another_batch_or_a_damaged_one_ends_the_run_in_one_line(toy: 
         mock.read(config, 1)
 
 
+def test_a_dump_with_any_damage_is_read_or_refused(toy: Toy) -> None:
+    train(toy, "played", "dump")
+    config = load(toy(**PLAIN, rollout_mock={"enable": True, "mode": "mock", "dump_dir": "dump"})).config
+    file = mock.file_of(config, 1)
+    whole = file.read_bytes()
+    refused = 0
+    for place in range(0, len(whole), 7):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 8]) + whole[place + 1 :])
+        try:
+            mock.read(config, 1)
+        except ConfigError:
+            refused += 1
+    assert refused > len(whole) / 14
+
+
 def test_evaluation_is_still_played(toy: Toy) -> None:
     path = toy(rollout_mock={"enable": True, "mode": "dump", "dump_dir": "dump"}, track_with=["jsonl"])
     assert turnwise("train", path).exit_code == 0

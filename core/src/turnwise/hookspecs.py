@@ -74,6 +74,7 @@ def _names_a_class(value: Any) -> bool:
     return bool(module and colon and name)
 
 
+# Presets become values of a configuration, which holds plain data alone.
 def _plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(k, str) and _plain(v) for k, v in value.items())

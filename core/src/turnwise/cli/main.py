@@ -32,7 +32,7 @@ class Commands(click.Group):
             for note in getattr(error, "__notes__", ()):
                 click.echo(note, err=True)
             sys.exit(exit_code(error))
-        # no command ends so (click has an Exit of its own): code of a plugin did, and its status is none of ours
+        # No command ends so (click has an Exit of its own): code of a plugin did, and its status is none of ours.
         except SystemExit as error:
             if ctx.params.get("debug"):
                 raise

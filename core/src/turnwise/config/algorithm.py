@@ -39,6 +39,7 @@ def give_algorithm_keys(
     chosen = [slot for slot in slots if slot.path[0] in CHOOSERS]
     algorithm: dict[str, Any] = {}
     free: dict[str, Any] = {}
+    # A copy of the keys: free ones are taken out of `data` below.
     for key in [k for k in data if k in SHARED or k not in schema]:
         takers = [slot for slot in chosen if key in slot.fields]
         for slot in takers:
@@ -69,6 +70,7 @@ def _give(slot: Slot, key: str, value: Any, report: Report) -> None:
         )
         return
     slot.options[key] = value
+    # So that a later mistake is reported at the line where the key stands in the file.
     report.sources.moved[inside] = (key,)
 
 
@@ -79,19 +81,18 @@ def _others(registry: Registry) -> dict[str, str]:
         for entry in registry.entries(TOP_LEVEL[chooser]):
             try:
                 options = entry.config_class()
-            except PluginError:  # reported where it is named
+            except PluginError:
+                # Reported where it is named.
                 continue
-            found |= (
-                {a.name: chooser for a in attrs.fields(options) if a.init and a.name not in found}
-                if options is not None
-                else {}
-            )
+            if options is not None:
+                found |= {a.name: chooser for a in attrs.fields(options) if a.init and a.name not in found}
     return found
 
 
 def _without_effect(key: str, chooser: str, chosen: Sequence[Slot], report: Report) -> None:
     names = [slot.entry.name for slot in chosen if slot.path[0] == chooser]
-    if names:  # the choice itself may be what is wrong
+    # The choice itself may be what is wrong, and then is reported.
+    if names:
         report.warn((key,), f"{key} has no effect with {chooser} {names[0]!r}")
 
 
@@ -106,6 +107,7 @@ def _keep_free(data: dict[str, Any], free: Mapping[str, Any], reads: set[str], r
             (read[0],), f"free values, which only ${{…}} reads and which may also stand under vars: {', '.join(read)}"
         )
     if free and isinstance(data.get("vars", {}), dict):
+        # What `vars` says wins: a free key is only another way to write it.
         data["vars"] = {**free, **data.get("vars", {})}
 
 

@@ -29,9 +29,11 @@ class Colocation:
         self._roles, self._backend, self._one_model = dict(roles), backend, one_model
         self._devices = {name: set(numbers) for name, numbers in assembly.devices(config).items()}
         if one_model:
+            # No devices, so it shares none, and is neither put to sleep nor woken.
             self._devices[SAMPLER] = set()
         self._away: set[str] = set()
-        self._awake: set[DeviceMemory] = set()  # nothing before the engine starts
+        # Nothing before the engine starts.
+        self._awake: set[DeviceMemory] = set()
         self._paused = False
 
     def shares(self, name: str) -> bool:
@@ -61,6 +63,7 @@ class Colocation:
         if name in self._away:
             await self._roles[name].onload()
             self._away.discard(name)
+        # After `onload`: the weights that it samples with are there again.
         if name == ACTOR and self._paused:
             self._paused = False
             await self._backend.resume()
@@ -80,7 +83,8 @@ class Colocation:
             await self.bring(ACTOR)
         await self.make_room(SAMPLER)
         await self._wake("weights")
-        await self._wake("cache")  # last: it takes what the trainers have left
+        # Last: it takes what the trainers have left.
+        await self._wake("cache")
 
     async def sleep(self) -> None:
         """The sampler gives its devices back until `meet` or `sampling`, if it shares them."""
@@ -99,7 +103,8 @@ class Colocation:
         if name == SAMPLER:
             await self.sleep()
         elif name not in self._away:
-            if name == ACTOR and self._one_model and not self._paused:  # nobody samples with weights that are not there
+            # Nobody may sample with weights that are not there.
+            if name == ACTOR and self._one_model and not self._paused:
                 await self._backend.pause()
                 self._paused = True
             await self._roles[name].offload()

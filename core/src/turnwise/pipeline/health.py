@@ -50,10 +50,8 @@ HEALTHY: dict[str, Range] = {
         0.1,
         0.3,
         (
-            (
-                "few tokens reach the clip, so the updates are small: if the score stands still, raise learning_rate or"
-                " ppo_epochs"
-            ),
+            "few tokens reach the clip, so the updates are small: if the score stands still, raise learning_rate or"
+            " ppo_epochs",
             TOO_SMALL,
         ),
         ("most tokens are clipped: lower learning_rate, or more groups per update", TOO_FAR),
@@ -150,17 +148,16 @@ def _line(what: str, advice: str, section: str) -> str:
 
 
 def _applies(name: str, value: float, values: Mapping[str, float], config: RunConfig) -> bool:
-    if (
-        name == "policy/clip_frac"
-    ):  # the range is that of a clipped surrogate; the first of a step's updates has nothing to clip
-        return loss_capabilities(config).clips and (
-            value > HEALTHY[name].highest or values.get("policy/updates", 0) > 1
-        )
+    if name == "policy/clip_frac":
+        # The range is that of a clipped surrogate, and the first of a step's updates has nothing to clip.
+        several = values.get("policy/updates", 0) > 1
+        return loss_capabilities(config).clips and (several or value > HEALTHY[name].highest)
     return name != "critic/reward/mean" or _centres(config)
 
 
 def _collapsed(values: Mapping[str, float], first: Mapping[str, float]) -> bool:
     before, now = first.get("policy/entropy", math.nan), values.get("policy/entropy", math.nan)
+    # NaN where the score is missing: no comparison holds, and nothing is reported.
     score = values.get("critic/score/mean", math.nan) - first.get("critic/score/mean", math.nan)
     return now < COLLAPSED * before and score <= 0
 
@@ -169,7 +166,8 @@ def _centres(config: RunConfig) -> bool:
     """Whether the estimator, its own default included, subtracts a mean from the scores."""
     try:
         estimator = builders.build("advantage_estimator", config.adv_estimator, EstimatorContext(seed=config.seed))
-    except TurnwiseError:  # the run would have ended with it; a report never does
+    except TurnwiseError:
+        # The run would have ended with it; a report never does.
         return False
     settings: RewardNormalization | None = estimator.normalization
     if settings is None or settings.grouping == "traj_id":

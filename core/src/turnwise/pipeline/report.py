@@ -111,6 +111,7 @@ def _learning_rate(rates: Mapping[int, Sequence[float]]) -> str:
     """A picture and a table of the rates that the updates had."""
     steps = sorted(rates)
     updates = sum(int(rates[p][0]) for p in steps)
+    # Evenly spread, and the largest wherever it is.
     shown = sorted(
         {steps[round(i * (len(steps) - 1) / (ROWS - 1))] for i in range(ROWS)}
         | {max(steps, key=lambda p: max(rates[p][1:]))}

@@ -87,7 +87,8 @@ async def place(
     colocation = Colocation(config, {"actor_train": actor}, backend, one_model=chosen == "shared")
 
     async def second(name: str) -> TrainRole:
-        await colocation.make_room(name)  # a role is built on its devices
+        # A role is built on its devices.
+        await colocation.make_room(name)
         role = await runtime.train(assembly.train_plan(config, name, model))
         colocation.add(name, role)
         return role

@@ -30,9 +30,7 @@ class Pipeline:
     """One training run. `base` is the folder of the YAML, `plain` the resolved configuration for loggers and
     checkpoints."""
 
-    def __init__(
-        self, config: RunConfig, base: Path, plain: Mapping[str, Any]
-    ) -> None:  # Any: a configuration as YAML has it
+    def __init__(self, config: RunConfig, base: Path, plain: Mapping[str, Any]) -> None:
         self.config = assembly.with_seed_files(config, base)
         self.base = base
         self.plain = plain
@@ -48,7 +46,8 @@ class Pipeline:
         if start is not None:
             self.progress.take_up(start, self.config.max_steps)
         self.folders.output.mkdir(parents=True, exist_ok=True)
-        async with contextlib.AsyncExitStack() as opened:  # closed in reverse, whatever one of them raises
+        # Closed in reverse, whatever one of them raises.
+        async with contextlib.AsyncExitStack() as opened:
             # Closed last: nobody else writes here before all roles have ended.
             opened.enter_context(guards.alone_in(self.folders.output))
             runtime = assembly.runtime(self.config, self.base)

@@ -43,6 +43,7 @@ class _Writer(Player):
         rng = np.random.default_rng(request.seed)
         action = str(rng.choice(request.actions)) if request.actions else "go on"
         assert request.ids is not None
+        # As text inside the turn, so that the tokens are those that a model may sample.
         written = self._chat.continue_text(request.ids, self._before + action)
         ids = int32(np.concatenate([written, self._chat.stop_ids[:1]]))
         return Generation(self._chat.decode(ids), ids, None, None, "stop", {"action": action})

@@ -81,6 +81,7 @@ def _warmup_stable_decay(
     stable = at.total - at.warmup - num_decay_steps if num_stable_steps is None else num_stable_steps
     if at.x < at.warmup + stable:
         return 1.0
+    # The phases may be shorter than the run: it goes on at the lowest rate.
     if at.x >= at.warmup + stable + num_decay_steps:
         return min_lr_ratio
     fallen = (at.x - at.warmup - stable) / num_decay_steps

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 
 from turnwise.config.schema import RunConfig
 from turnwise.contracts.rollout import RolloutResult
 from turnwise.data.exact import decode, encode
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, one_line
 
 
 def dumps(config: RunConfig) -> bool:
@@ -79,9 +78,10 @@ def read(config: RunConfig, step: int) -> RolloutResult:
         # Opened here: numpy leaves the file of a broken archive open.
         with path.open("rb") as raw, np.load(raw) as file:
             data = decode(file["record"].tobytes(), file["buffer"].tobytes())
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+    # Whatever it is: of a damaged file zipfile, zlib and numpy's reader of headers each raise errors of their own.
+    except Exception as error:
         raise ConfigError(
-            f"$.rollout_mock: {path} cannot be read ({type(error).__name__}: {error}). Fix: dump the rollouts again."
+            f"$.rollout_mock: {path} cannot be read ({one_line(error)}). Fix: dump the rollouts again."
         ) from error
     if data["sizes"] != _sizes(config):
         raise ConfigError(

@@ -19,9 +19,8 @@ def raised(error: BaseException) -> str:
     """
     frames = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
     outside = [(path, frame) for path, frame in frames if _CORE not in path.parents and not _is_pythons(path)]
-    outside = outside or [
-        (path, frame) for path, frame in frames if path.parent.name != "rollout"
-    ]  # the kit's fakes are the core's own
+    # The kit's fakes are the core's own.
+    outside = outside or [(path, frame) for path, frame in frames if path.parent.name != "rollout"]
     if not outside:
         return f"raised {one_line(error)}"
     root = _root(outside[0][0])

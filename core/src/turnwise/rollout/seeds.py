@@ -11,6 +11,7 @@ import numpy as np
 REPLACEMENT = 2**32
 """The r-th replacement of the group with serial number k has the serial number k + r·REPLACEMENT."""
 
+# Kept apart in the seeds; a changed number would give every run of the past other tasks.
 _TRAIN, _EVALUATION, _WALK = 0, 1, 2
 
 

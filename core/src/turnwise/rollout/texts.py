@@ -27,6 +27,8 @@ class _Recorder(Player):
     """A player that chooses among the legal actions and writes down every message that it is shown."""
 
     def __init__(self) -> None:
+        # A dictionary for a set: it keeps the order in which they were seen, and the tokenizer must not depend on
+        # hashes.
         self.texts: dict[tuple[str, str], None] = {}
 
     async def generate(self, request: Request) -> Generation:
@@ -63,7 +65,8 @@ def environment_texts(plans: Sequence[tuple[TagPlan, EnvManagerConfig]], seed: i
                 await scheduler.close()
             found.extend(recorder.texts)
 
-    with ThreadPoolExecutor(1, thread_name_prefix="turnwise-texts") as pool:  # a loop may already run on this thread
+    # On a thread of its own: a loop may already run on this one.
+    with ThreadPoolExecutor(1, thread_name_prefix="turnwise-texts") as pool:
         pool.submit(asyncio.run, play()).result()
     return [{"role": role, "content": text} for role, text in dict.fromkeys(found)]
 

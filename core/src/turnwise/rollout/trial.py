@@ -55,7 +55,8 @@ def number_of_tasks(
 
 def _close(environment: Any) -> None:
     closing = environment.close() if hasattr(environment, "close") else None
-    if inspect.iscoroutine(closing):  # nothing was started that it would have to end
+    # Nothing was started that it would have to end.
+    if inspect.iscoroutine(closing):
         closing.close()
 
 

@@ -38,6 +38,7 @@ def _loss_options(edit: Edit) -> set[str]:
 
 
 def _rank(edit: Edit) -> None:
+    # By type: False is 0 to Python, and a mistake that the conversion reports.
     if type(edit.value) is int and edit.value == 0:
         at(edit.data, edit.path[:-1])["lora_rank"] = None
         edit.note("0 is lora_rank: null here, full training")

@@ -101,6 +101,7 @@ def test_the_continuation_equals_the_whole_dialogue_rendered(implementation: Sub
         prompt = chat.render([user(text)])
         whole = chat.render([user(text), {"role": "assistant", "content": text}, user(text)])
         written = np.concatenate([prompt, chat.continue_text(prompt, text)])
+        # Cut by the limit, and closed by the model: the template's end of the turn is owed in the first alone.
         for finish, so_far in (("length", written), ("stop", np.append(written, np.int32(chat.stop_ids[0])))):
             continued = np.concatenate([so_far, chat.extend(so_far, finish, [user(text)])])
             np.testing.assert_array_equal(

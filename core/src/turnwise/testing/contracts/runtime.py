@@ -59,6 +59,7 @@ def test_a_placed_strategy_has_every_method_of_a_training_role(
 ) -> None:
     runtime = build(implementation)
     role = runner.run(runtime.train(trainer(model)))
+    # From the contract itself, so that a method that it gains is asked for here, too.
     declared = [name for name, member in vars(TrainRole).items() if inspect.iscoroutinefunction(member)]
     missing = [name for name in declared if not inspect.iscoroutinefunction(getattr(role, name, None))]
     assert not missing, f"turnwise.contracts.runtime.TrainRole has also {', '.join(missing)}, each a coroutine."
@@ -122,6 +123,7 @@ def test_the_exception_of_a_role_arrives_where_it_was_called(
         runner.run(role.update(Update(training_rows(), 0.5)))
     with pytest.raises(CheckpointError):
         runner.run(role.load(tmp_path / "nothing"))
+    # An exception of a call is the caller's: the process must serve on.
     assert len(runner.run(role.logprobs(training_rows()))) > 0, "the role is lost after an exception."
     runner.run(runtime.close())
 

@@ -201,7 +201,8 @@ class Line:
         """The action in the latest response: what a player chose, else what the pattern finds ('' for none). Raises
         EnvironmentFailure."""
         latest = self.turns[-1]
-        chosen = latest.extras.get("action")  # a player chooses an action and writes no text around it
+        # A player chooses an action, and writes no text around it.
+        chosen = latest.extras.get("action")
         return self.rules.actions.find(latest.text, self.world.episode.tag) if chosen is None else str(chosen)
 
     async def act(self, action: str | None = None) -> float:

@@ -58,7 +58,8 @@ class World:
         self.tools = info.get("tools")
         self.instruction = str(info.get("env_instruction", text_of(self.observation)))
         *others, _ = self.messages()
-        while others and others[0]["role"] == "system":  # it stays in front, whatever the history later leaves out
+        # It stays in front, whatever the history later leaves out.
+        while others and others[0]["role"] == "system":
             self.system.append(others.pop(0))
         return self
 

@@ -107,7 +107,7 @@ def carve(rng: np.random.Generator, height: int, width: int) -> tuple[bool, ...]
     heading = directions[int(rng.integers(4))]
     for _ in range(int(1.7 * (height + width))):
         wall[row, column] = False
-        # a cell beside the path gives room to walk around a box; it touches the path, so the floor stays connected
+        # A cell beside the path gives room to walk around a box; it touches the path, so the floor stays connected.
         side = directions[int(rng.integers(4))]
         wall[min(max(row + side[0], 1), height - 2), min(max(column + side[1], 1), width - 2)] = False
         at_edge = not (1 <= row + heading[0] <= height - 2 and 1 <= column + heading[1] <= width - 2)
@@ -138,7 +138,8 @@ def play_backwards(rng: np.random.Generator, solved: Room, search_depth: int) ->
             break
         box, step, walk = pulls[int(rng.integers(len(pulls)))]
         used, player = used + walk, box + step
-        while True:  # on in the same direction, for a random while
+        # On in the same direction for a random while: boxes that moved one cell would lie beside their targets.
+        while True:
             boxes = boxes - {box} | {player}
             box, player, used = player, player + step, used + 1
             # Boxes off their targets count before distance: a room with a box that is there already is half solved.
@@ -151,7 +152,7 @@ def play_backwards(rng: np.random.Generator, solved: Room, search_depth: int) ->
     if best is None:
         return None
     boxes, player, used = best
-    # the player walks off, so that the room does not give the first push away
+    # The player walks off, so that the room does not give the first push away.
     near = sorted(cell for cell, walk in _distances(solved, boxes, player).items() if walk <= search_depth - used)
     return Room(solved.height, solved.width, solved.walls, solved.targets, boxes, near[int(rng.integers(len(near)))])
 

@@ -51,6 +51,7 @@ def header(path: Path) -> dict[str, Any]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
+        # Before the header is read: a damaged length may ask for exabytes.
         if size < 8 or length > size - 8:
             raise ValueError("cut short, or no safetensors file")
         entries = json.loads(file.read(length))
@@ -59,6 +60,7 @@ def header(path: Path) -> dict[str, Any]:
     # The format's one entry that is no tensor.
     entries.pop("__metadata__", None)
     end = 0
+    # In the order of the file: tensors must follow each other without a gap, as safetensors itself demands.
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         begin, after = entry["data_offsets"]
         width, count = _WIDTHS.get(entry["dtype"]), math.prod(entry["shape"])
@@ -90,6 +92,7 @@ def weight_problems(folder: Path, facts: Mapping[str, Any]) -> Iterator[str]:
                 inside[path.name] = header(path)
             except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
                 yield f"cannot read {path}: {error or type(error).__name__}. {AGAIN}"
+    # What is missing would only show again, as weights that are not there.
     if len(inside) < len(files):
         return
     if files and files[0].name != WEIGHTS:
@@ -104,6 +107,7 @@ def weight_problems(folder: Path, facts: Mapping[str, Any]) -> Iterator[str]:
 def _unfit(folder: Path, entries: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
     """Weights that are not those of the model: of another vocabulary or width, of fewer layers, of no floating
     point."""
+    # Vision-language models keep the language model's numbers in a block of their own.
     config = facts.get("text_config") or facts
     for name, entry in entries.items():
         wanted = [config.get("vocab_size"), config.get("hidden_size")]

@@ -137,6 +137,7 @@ def join(config: MegatronConfig, context: TrainContext, device: torch.device) ->
                 distributed_timeout_minutes=math.ceil(context.runtime_timeout / 60),
                 create_gloo_process_groups=False,
             )
+            # Dropout and initialisation inside Megatron draw from these; each rank of tensor parallelism gets its own.
             tensor_parallel.model_parallel_cuda_manual_seed(context.seed, force_reset_rng=True)
     made = Parallel(
         sizes=sizes,

@@ -103,7 +103,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     def all_gather(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, **options: Any) -> Any:
         if len({part.shape for part in parts}) == 1:
             return gather(parts, own, group=group, **options)
-        for rank, part in enumerate(parts):  # gloo gathers equal parts alone
+        # gloo gathers equal parts alone.
+        for rank, part in enumerate(parts):
             if rank == group.rank():
                 part.copy_(own)
             dist.broadcast(part, group=group, group_src=rank)
@@ -125,7 +126,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (token_dispatcher, "maybe_move_tensor_to_cpu", on_cpu),
         (torch.cuda, "current_device", lambda: _CPU),
         (torch.cuda, "synchronize", lambda *_: None),
-        (torch.cuda, "Stream", lambda: _STREAM),  # the dispatcher of tokens to experts has one
+        # The dispatcher of tokens to experts has one.
+        (torch.cuda, "Stream", lambda: _STREAM),
         (torch.cuda, "current_stream", lambda: _STREAM),
         (torch.cuda, "stream", lambda _: nullcontext()),
         (torch.cuda, "manual_seed", torch.manual_seed),

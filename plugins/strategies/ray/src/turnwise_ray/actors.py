@@ -218,9 +218,8 @@ def death(error: BaseException) -> str:
     return text if len(text) <= _CAUSE else f"{text[:_CAUSE]}…"
 
 
-async def result(
-    ref: Any, timeout: float | None = None
-) -> Any:  # Any: Ray declares no types for references and what they refer to
+# Any: Ray declares no types for references and what they refer to.
+async def result(ref: Any, timeout: float | None = None) -> Any:
     """The value of an object reference. Raises TimeoutError, or Ray's error; a reference that is given up stays
     silent."""
     future = asyncio.wrap_future(ref.future())

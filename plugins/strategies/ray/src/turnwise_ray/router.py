@@ -70,7 +70,8 @@ class Router:
         try:
             answer: Answer | None = await result(member.generate.remote(ticket, request, self._live))
         except asyncio.CancelledError:
-            raise  # `abort` may follow, and needs the ticket
+            # `abort` may follow, and needs the ticket.
+            raise
         except ray.exceptions.RayActorError:
             answer = None
         except BaseException:
@@ -90,7 +91,8 @@ class Router:
             try:
                 (await result(member.abort.remote(ticket))).unwrap(self.role, EngineError)
             except (ray.exceptions.RayActorError, EngineLost):
-                return  # gone with its engine
+                # Gone with its engine.
+                return
 
     def _gone(self, number: int, member: Any) -> None:
         # By identity: the number may belong to a new engine already, which still serves.

@@ -74,6 +74,7 @@ class SglangConfig:
     @property
     def capabilities(self) -> BackendCapabilities:
         """Adapters may come alone; the server sleeps unless that was switched off; the arithmetic below."""
+        # An attached server is somebody else's: its options are not ours to set.
         on_demand = self.enable_memory_saver is None and self.base_url is None
         return BackendCapabilities(
             adapters=True,
@@ -103,6 +104,7 @@ class SglangConfig:
             raise ValueError(
                 f"{world} devices are not divisible by tp_size {self.tp_size} × pp_size {self.pp_size}{by_dp}"
             )
+        # Without dp_size: the copies inside a server count as well.
         return world // (self.tp_size * self.pp_size)
 
     def memory(self, facts: Mapping[str, Any]) -> dict[str, int]:

@@ -49,32 +49,29 @@ def tiny_vision_model(folder: Path, seed: int = 0, vocab_size: int = 60) -> Path
     Ids 50 to 53: image, video, start and end of an image.
     """
     text: dict[str, Any] = {
-        **{
-            "vocab_size": vocab_size,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-        },
-        **{
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": True,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        # Time, height and width share the four frequencies of a head of 8 numbers.
         "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]},
     }
     vision = {
-        **{
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "out_hidden_size": 32,
-            "patch_size": 14,
-        },
-        **{"spatial_merge_size": 2, "window_size": 56, "fullatt_block_indexes": [1]},
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
     }
     tokens = {"image_token_id": 50, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **tokens)
@@ -99,6 +96,7 @@ def strategy_fixture() -> dict[str, Any]:
     def reference_logprobs(ids: np.ndarray, temperature: float) -> np.ndarray:
         tokens = torch.as_tensor(np.asarray(ids, np.int64))[None]
         with torch.no_grad():
+            # In double precision: the reference must not add an error of its own to that of the strategy.
             every = torch.log_softmax(model(input_ids=tokens, use_cache=False).logits[0].double() / temperature, -1)
         out = np.zeros(len(ids), np.float32)
         out[1:] = every[:-1].gather(-1, tokens[0, 1:, None]).squeeze(-1).numpy()
