@@ -35,6 +35,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"gamma": ".nan"}, "gamma: nan is not finite, a finite number is needed"),
     ({f"{ONES}.learning_rate": ".inf"}, "learning_rate: inf is not finite, a finite number is needed"),
     ({f"{ONES}.learning_rate": "-.inf"}, "learning_rate: -inf is not finite"),
+    (
+        {"custom_envs.Count.env_manager": "{use: trajectory, format_penalty: .inf}"},
+        "env_manager.format_penalty: inf is not finite",
+    ),
     ({"max_steps": ".inf"}, "max_steps: inf is a number, a whole number is needed"),
     ({"max_steps": "0o17x"}, "max_steps: '0o17x' is text, a whole number is needed"),
     ({"pg_variant.pg_clip": ".inf"}, "pg_variant.pg_clip: inf is not finite"),

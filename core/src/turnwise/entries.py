@@ -6,7 +6,7 @@ from typing import Any
 
 from attrs import frozen
 
-from turnwise.errors import PluginError, one_line
+from turnwise.errors import PluginError, one_line, pip_install
 from turnwise.hookspecs import Implementation, faults
 from turnwise.importing import StrangerError, attribute, is_there
 
@@ -51,7 +51,7 @@ class Entry:
         if self.missing:
             raise PluginError(
                 f"{self.kind} {self.name!r} (from {self.distribution}) needs {', '.join(self.missing)}, not installed. "
-                f"Fix: pip install '{self.distribution}[{self.name}]' or the package itself."
+                f"Fix: {pip_install(f'{self.distribution}[{self.name}]')}, or the package itself."
             )
         target = self._load(self.implementation.target)
         if not callable(target):

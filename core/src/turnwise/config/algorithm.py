@@ -9,7 +9,7 @@ import attrs
 
 from turnwise.config.choices import TOP_LEVEL, Slot
 from turnwise.config.convert import unknown_key
-from turnwise.config.problems import Report, dotted
+from turnwise.config.problems import Data, Report, dotted
 from turnwise.config.schema import RunConfig
 from turnwise.errors import PluginError
 from turnwise.plugins import Registry
@@ -29,8 +29,8 @@ OF_ESTIMATORS = ("lambd",)
 
 
 def give_algorithm_keys(
-    data: dict[str, Any], slots: Sequence[Slot], reads: set[str], included: set[str], registry: Registry, report: Report
-) -> dict[str, Any]:
+    data: Data, slots: Sequence[Slot], reads: set[str], included: set[str], registry: Registry, report: Report
+) -> Data:
     """Take every top-level key that is not the schema's out of `data`: to the implementations, to `vars`, or into the
     report.
 

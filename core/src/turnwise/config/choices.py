@@ -10,7 +10,7 @@ from attrs import define
 
 from turnwise.config.annotations import mistyped
 from turnwise.config.convert import describe, structure, unknown_key
-from turnwise.config.problems import Path, Report, at
+from turnwise.config.problems import Data, Path, Report, at
 from turnwise.config.schema import MANAGERS, ROLES, UNKNOWN, Choice, CustomEnv, RunConfig
 from turnwise.errors import PluginError, UnknownNameError
 from turnwise.plugins import Entry, Registry
@@ -51,7 +51,7 @@ class Slot:
         return tuple(a.name for a in attrs.fields(self.config_class) if a.init) if self.config_class is not None else ()
 
 
-def find_choices(data: dict[str, Any], registry: Registry, report: Report) -> list[Slot]:
+def find_choices(data: Data, registry: Registry, report: Report) -> list[Slot]:
     """Look up every implementation that `data` names, defaults included. What is wrong is reported and has no slot."""
     slots: list[Slot | None] = []
     for key, kind in TOP_LEVEL.items():
@@ -147,9 +147,7 @@ def _read(value: Any, path: Path, report: Report) -> tuple[str, Mapping[str, Any
     return name, options or {}, inside
 
 
-def finish_choices(
-    data: dict[str, Any], slots: Iterable[Slot], registry: Registry, report: Report, loose: set[Path]
-) -> None:
+def finish_choices(data: Data, slots: Iterable[Slot], registry: Registry, report: Report, loose: set[Path]) -> None:
     """Check the options of every slot and put the finished Choice into `data`.
 
     `loose`: options that a translation brought; where the implementation has no such option that is a warning."""
@@ -225,7 +223,7 @@ def _check_signature(entry: Entry, options: Mapping[str, Any], path: Path, regis
         report.error((*path, *where), text)
 
 
-def check_environments(data: Mapping[str, Any], registry: Registry, report: Report) -> None:
+def check_environments(data: Data, registry: Registry, report: Report) -> None:
     """Look up the environments of the tags that are played, and compare `env_config` with their constructors."""
     played = _played(data)
     for tag, env in _environments(data):

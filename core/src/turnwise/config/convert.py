@@ -16,7 +16,7 @@ from cattrs.cols import homogenous_tuple_structure_factory, list_structure_facto
 from cattrs.errors import AttributeValidationNote, IterableValidationNote, StructureHandlerNotFoundError
 from cattrs.gen import make_dict_structure_fn
 
-from turnwise.config.problems import Path
+from turnwise.config.problems import Data, Path
 from turnwise.config.schema import ROLES, Choice, RunConfig
 from turnwise.errors import did_you_mean, listed, one_line
 from turnwise.importing import StrangerError, guarded
@@ -323,7 +323,7 @@ def _step(error: BaseException) -> Path:
     return ()
 
 
-def to_plain(config: RunConfig) -> dict[str, Any]:
+def to_plain(config: RunConfig) -> Data:
     """The resolved configuration as dicts, lists, numbers, text and null, with every default and every option of the
     plugins.
 

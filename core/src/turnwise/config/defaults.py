@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from turnwise.config.problems import Path, Report
+from turnwise.config.problems import Data, Path, Report
 from turnwise.config.schema import MANAGERS
 
 
-def add_defaults(data: dict[str, Any], report: Report) -> None:
+def add_defaults(data: Data, report: Report) -> None:
     """`output_dir` under the run's name, sampling of evaluation over that of training, an even split of the groups over
     the tags."""
     if "output_dir" not in data:

@@ -18,7 +18,7 @@ from turnwise.config.convert import structure, to_plain
 from turnwise.config.defaults import add_defaults
 from turnwise.config.foreign.keys import RULES
 from turnwise.config.foreign.translate import apply
-from turnwise.config.problems import Path, Report, Sources, at, masked
+from turnwise.config.problems import Data, Path, Report, Sources, at, masked
 from turnwise.config.relations import check_relations
 from turnwise.config.runtimes import choose_runtime
 from turnwise.config.schema import RunConfig
@@ -50,7 +50,7 @@ class Loaded:
     missing: list[str] = field(factory=list)
     foreign: bool = False
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> Data:
         """The configuration as `to_plain` gives it, for loggers and checkpoints: `${oc.env:NAME}` stays where the
         environment was read."""
         hidden = secrets(self.references)

@@ -11,6 +11,8 @@ from attrs import define, field
 
 from turnwise.errors import ConfigError
 
+Data = dict[str, Any]
+"""A mapping of a configuration as YAML has it: nothing of it is checked yet."""
 Path = tuple[Any, ...]
 """The way to a value: keys of mappings and indices of lists, from the root."""
 

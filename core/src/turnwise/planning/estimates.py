@@ -26,7 +26,7 @@ from turnwise.planning.assembly import (
     role_of,
 )
 from turnwise.planning.facts import ModelFacts, find_config, read_facts
-from turnwise.planning.plan import manager_capabilities, rows_per_step
+from turnwise.planning.plan import Values, manager_capabilities, rows_per_step
 from turnwise.plugins import registry
 
 DEVICE_GB = 40
@@ -46,9 +46,7 @@ FULL = 0.9
 """Share of a device past which an estimate is reported: allocators and engines need the rest."""
 
 
-def estimates(
-    config: RunConfig, base: Path, *, device_gb: float = DEVICE_GB, earlier: Path | None = None
-) -> dict[str, Any]:
+def estimates(config: RunConfig, base: Path, *, device_gb: float = DEVICE_GB, earlier: Path | None = None) -> Values:
     """Everything estimated, as plain data. `memory` and what depends on it are None where the model's facts are not
     known.
 
@@ -137,7 +135,7 @@ def updates_by_policy(config: RunConfig) -> dict[str, list[int]]:
     return out
 
 
-def memory(config: RunConfig, facts: ModelFacts, device: int) -> list[dict[str, Any]]:
+def memory(config: RunConfig, facts: ModelFacts, device: int) -> list[Values]:
     """Bytes on one device by role and phase, in the order in which the roles run; `cpu`: bytes that it keeps in main
     memory instead.
 
@@ -232,7 +230,7 @@ def disk(config: RunConfig, facts: ModelFacts | None, tokens: Mapping[str, int])
     }
 
 
-def times(config: RunConfig, earlier: Path) -> dict[str, Any]:
+def times(config: RunConfig, earlier: Path) -> Values:
     """Seconds by phase, averaged over an earlier run's steps, and the total that they give for this one. Raises
     ConfigError without metrics."""
     path = earlier if earlier.is_file() else earlier / "metrics.jsonl"
@@ -277,7 +275,7 @@ def times(config: RunConfig, earlier: Path) -> dict[str, Any]:
     }
 
 
-def warnings(values: Mapping[str, Any], config: RunConfig) -> list[str]:
+def warnings(values: Values, config: RunConfig) -> list[str]:
     """What does not fit a device, or the main memory of a machine that has none, with the keys to lower."""
     out = cpu.warning(config, values["one_process"])
     for line in values["memory"] or ():
@@ -303,7 +301,7 @@ def warnings(values: Mapping[str, Any], config: RunConfig) -> list[str]:
     return out
 
 
-def render(values: Mapping[str, Any]) -> str:
+def render(values: Values) -> str:
     """The estimates as aligned text."""
     tokens = values["tokens_per_step"]
     lines = []

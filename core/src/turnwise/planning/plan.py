@@ -15,8 +15,11 @@ from turnwise.errors import PluginError
 from turnwise.planning import assembly, builders
 from turnwise.planning.schedules import learning_rate, schedule_of
 
+Values = dict[str, Any]
+"""What `turnwise plan --json` prints: names with numbers, texts, and lists and blocks of them."""
 
-def arithmetic(config: RunConfig) -> dict[str, Any]:
+
+def arithmetic(config: RunConfig) -> Values:
     """Everything that `turnwise plan` prints, as plain data. Updates of a step are a range where they depend on the
     number of turns.
 
@@ -43,7 +46,7 @@ def arithmetic(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def staleness(config: RunConfig) -> dict[str, Any] | None:
+def staleness(config: RunConfig) -> Values | None:
     """How old a trained token may be, in steps, and the most groups, episodes and sampled tokens that are played ahead;
     None where nothing is."""
     ratio = config.async_generation_ratio
@@ -63,7 +66,7 @@ def staleness(config: RunConfig) -> dict[str, Any] | None:
     }
 
 
-def training(config: RunConfig, role: Role) -> dict[str, Any]:
+def training(config: RunConfig, role: Role) -> Values:
     """The updates of a trained role and its learning rates. `updates_per_step`, `updates` and `warmup_updates` are
     [fewest, most]."""
     adjust = builders.build(
@@ -131,7 +134,7 @@ def rates(config: RunConfig, role: Role, per_step: int) -> dict[str, float]:
     return {"start": at(0, 0), "middle": at(total // 2, 0), "end": at(total - 1, per_step - 1)}
 
 
-def warnings(config: RunConfig, plan: dict[str, Any]) -> list[str]:
+def warnings(config: RunConfig, plan: Values) -> list[str]:
     """What the arithmetic gives reason to warn of."""
     out = _of_the_schedule("", config, config.actor_train, plan)
     if config.critic is not None:
@@ -184,7 +187,7 @@ def other_meanings(config: RunConfig) -> list[str]:
     return out
 
 
-def render(plan: dict[str, Any]) -> str:
+def render(plan: Values) -> str:
     """The plan as aligned text."""
     final = " and the final one" if plan["evaluations_at_end"] else ""
     merged = ": turns whose prompts continue each other make one row" if plan["merged"] else ""

@@ -19,6 +19,9 @@ from turnwise.config.schema import RunConfig, TrainingArgs
 from turnwise.errors import CheckpointError, ConfigError, one_line
 from turnwise.planning.schedules import learning_rate, schedule_of
 
+Plain = Mapping[str, Any]
+"""A resolved configuration as a checkpoint holds it: of this version of Turnwise or of an older one."""
+
 PREFIX = "checkpoint-"
 MANIFEST = "manifest.json"
 # Where things are written, how often, and how long the run is: nothing that a step computes. A longer run changes
@@ -147,7 +150,7 @@ def to_resume(setting: bool | str, root: Path, *, contents: bool = True) -> Chec
     return read(Path(setting), contents=contents)
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "$") -> list[str]:
+def differences(before: Plain, now: Plain, path: str = "$") -> list[str]:
     """Settings that a resumed run changes, one line each; where it writes, and how long it runs, may change."""
     lines = []
     # At the top a key of only one side is of another version of the schema, not a change of the user's.
@@ -162,7 +165,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "
     return sorted(lines)
 
 
-def rate_jumps(before: Mapping[str, Any], now: RunConfig, step: int) -> list[str]:
+def rate_jumps(before: Plain, now: RunConfig, step: int) -> list[str]:
     """One line for each trained role whose learning rate at `step` is another because max_steps is: schedules are
     functions of the whole length, so that a longer run raises again what an almost finished one had let fall."""
     length = before.get("max_steps")

@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import define, frozen
 
-from turnwise.config.problems import Path, Report, at, dotted
+from turnwise.config.problems import Data, Path, Report, at, dotted
 from turnwise.config.schema import MANAGERS, ROLES
 from turnwise.plugins import Registry
 
@@ -163,9 +163,7 @@ def _same(key: str, part: str, path: Path) -> bool:
     return fnmatchcase(key, part)
 
 
-def apply(
-    rules: tuple[Rule, ...], data: dict[str, Any], reads: set[str], registry: Registry, report: Report
-) -> set[Path]:
+def apply(rules: tuple[Rule, ...], data: Data, reads: set[str], registry: Registry, report: Report) -> set[Path]:
     """Apply every rule, in order. Returns the options that a chosen implementation may lack (they came from
     elsewhere)."""
     loose: set[Path] = set()
