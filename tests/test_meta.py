@@ -40,6 +40,7 @@ PUBLIC = {
     "turnwise.plugins.registry",
     "turnwise.ports",
     "turnwise.rollout.standing",
+    "turnwise.rollout.origin",
     "turnwise.rollout.worker",
 }
 """What plugins share, without hooks of its own."""
