@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from turnwise.config import Loaded
+from turnwise.config import Loaded, load
 from turnwise.config.schema import TrainInferCorrection
+from turnwise.contracts.inference import BackendCapabilities
+from turnwise.contracts.runtime import RuntimeCapabilities
 from turnwise.errors import ConfigError
+from turnwise.testing.fakes import FakeBackendConfig, FakeRuntime
 
 Run = Callable[..., Loaded]
+Toy = Callable[..., Path]
 AHEAD = "async_generation_ratio=1"
 OFF = TrainInferCorrection()
 
@@ -101,6 +106,18 @@ def test_the_timeout_of_all_is_above_those_of_the_calls(run_yaml: Run) -> None:
 
 
 @pytest.mark.parametrize("when", ["between_turns", "between_tokens"])
-def test_a_way_of_updating_that_is_not_there_is_refused(run_yaml: Run, when: str) -> None:
-    with pytest.raises(ConfigError, match=rf"\$\.weight_update: '{when}' is not supported by this version"):
-        run_yaml("", AHEAD, f"weight_update={when}")
+def test_episodes_are_cut_in_one_process_alone(toy: Toy, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    path = toy(async_generation_ratio=1, weight_update=when, runtime="fake_runtime")
+    assert load(path).config.weight_update == when
+    monkeypatch.setattr(FakeRuntime, "capabilities", RuntimeCapabilities())
+    with pytest.raises(ConfigError, match=rf"\$\.weight_update: {when} needs runtime local in this version"):
+        load(path)
+
+
+def test_responses_are_cut_by_a_backend_that_says_so_alone(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = toy(async_generation_ratio=1, weight_update="between_tokens")
+    assert load(path).config.weight_update == "between_tokens"
+    monkeypatch.setattr(FakeBackendConfig, "capabilities", BackendCapabilities())
+    with pytest.raises(ConfigError, match=r"\$\.weight_update: between_tokens is not there for the backend 'fake"):
+        load(path)
+    load(toy(async_generation_ratio=1, weight_update="between_turns"))

@@ -31,7 +31,7 @@ class Rooms:
         self.every, self.fails, self.stop_at = every, fails or {}, stop_at
         self.stop = asyncio.Event()
         self.progress = Progress()
-        self.ahead: dict[str, int] = {}
+        self.ahead: dict[str, float] = {}
 
     def note(self, what: str) -> None:
         self.seen.append(what)
@@ -58,7 +58,7 @@ class Rooms:
     def worked(self) -> float:
         return 2.0
 
-    def gauges(self) -> dict[str, int]:
+    def gauges(self) -> dict[str, float]:
         return self.ahead
 
     # Learner
@@ -121,7 +121,7 @@ def loop(toy: Toy, rooms: Rooms, **changes: Any) -> Loop:
     )  # fmt: skip
 
 
-STEP = "next {0}, version {0}|prepare {0}|sampler off|learn {0}|settled {1}|publish {1}|log {0}"
+STEP = "next {0}, version {0}|prepare {0}|sampler off|learn {0}|settled {1}|publish {1}|release|log {0}"
 
 
 def step(number: int) -> list[str]:
@@ -247,7 +247,7 @@ def test_throughput_counts_every_epoch_and_the_seconds_of_the_phase(toy: Toy) ->
 
 def test_what_plays_ahead_tells_its_groups_and_who_waits_for_whom(toy: Toy) -> None:
     rooms = Rooms(every=100)
-    rooms.ahead = {"waiting": 1, "playing": 2, "finished": 3}
+    rooms.ahead = {"async/groups/waiting": 1.0, "async/groups/playing": 2.0}
 
     async def settled(version: int) -> None:
         await asyncio.sleep(0.05)
@@ -255,7 +255,7 @@ def test_what_plays_ahead_tells_its_groups_and_who_waits_for_whom(toy: Toy) -> N
     rooms.settled = settled  # type: ignore[method-assign]
     rooms.worked = lambda: 0.01  # type: ignore[method-assign]
     out = asyncio.run(loop(toy, rooms, max_steps=1).run(0)).metrics
-    assert [out[f"async/groups/{name}"] for name in rooms.ahead] == [1, 2, 3]
+    assert [out[name] for name in rooms.ahead] == [1, 2]
     assert out["time/trainer_idle"] == out["time/rollout"] >= 0.05
     assert 0.04 <= out["time/sampler_idle"] <= out["time/step"]
     assert out["time/publish"] == out["time/sync"]

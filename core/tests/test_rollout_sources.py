@@ -32,6 +32,12 @@ class Scheduler:
     async def settled(self, version: int) -> None:
         self.seen.append(f"settled {version}")
 
+    async def hold(self) -> None:
+        self.seen.append("hold")
+
+    def release(self) -> None:
+        self.seen.append("release")
+
     def worked(self) -> float:
         return 1.5
 
@@ -58,7 +64,7 @@ def test_live_episodes_are_the_schedulers_and_so_is_their_state() -> None:
 
     source.restore({"queue": []})
     asyncio.run(run())
-    assert scheduler.seen == [{"queue": []}, (2, 1), "settled 3", "closed"]
+    assert scheduler.seen == [{"queue": []}, "hold", "release", (2, 1), "settled 3", "closed"]
     assert source.state(3) == {"queue": ["a group of step 3"]}
     assert source.worked() == 1.5
 

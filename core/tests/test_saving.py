@@ -20,6 +20,7 @@ from turnwise.pipeline.metrics import Reporting
 from turnwise.pipeline.progress import Progress
 from turnwise.pipeline.report import History
 from turnwise.pipeline.roles import Roles
+from turnwise.pipeline.rollouts import Dumped
 from turnwise.pipeline.saving import Saving
 from turnwise.planning import resume
 
@@ -54,7 +55,8 @@ class Room:
         roles = Roles(
             backend, self.actor, backend, None, False, self.critic, "fake", Colocation(self.config, training, backend)
         )  # type: ignore[arg-type]
-        rollouts: Any = SimpleNamespace(state=lambda first: {"queue": []}, restore=self.restored.append)
+        rollouts: Any = Dumped(self.config)
+        rollouts.restore = self.restored.append
         learner: Any = SimpleNamespace(kl_coef=0.25)
         self.progress, self.clock = progress or Progress(), Clock()
         self.saving = Saving(self.config, {"seed": 1}, roles, rollouts, learner, self.progress, self.clock)

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from turnwise.data.batch import Batch
 from turnwise.pipeline import staleness
@@ -55,8 +56,19 @@ def test_the_sampler_is_idle_when_it_neither_plays_nor_evaluates() -> None:
     with clock.phase("eval"):
         time.sleep(0.02)
     time.sleep(0.03)
-    out = staleness.occupation({"waiting": 1, "playing": 0, "finished": 2}, clock, worked=0.01)
+    out = staleness.occupation({"async/groups/waiting": 1.0}, clock, worked=0.01)
     assert 0.02 <= out["time/sampler_idle"] <= clock.elapsed - 0.03
-    assert (out["async/groups/waiting"], out["async/groups/finished"]) == (1, 2)
+    assert out["async/groups/waiting"] == 1
     clock.take()
     assert clock.elapsed < 0.02
+
+
+def test_an_evaluation_is_of_one_version() -> None:
+    made = trajectories(2, 3)
+    one = [
+        evolve(t, turns=tuple(evolve(turn, versions=np.full_like(turn.versions, 4)) for turn in t.turns)) for t in made
+    ]
+    assert staleness.of_evaluation(one) == {"val/version_span": 0}
+    newer = evolve(one[0], turns=tuple(evolve(turn, versions=turn.versions + 2) for turn in one[0].turns))
+    assert staleness.of_evaluation([newer, *one]) == {"val/version_span": 2}
+    assert staleness.of_evaluation([]) == {}

@@ -8,12 +8,14 @@ from attrs import evolve
 from turnwise.config.problems import Report
 from turnwise.config.schema import RunConfig, TrainInferCorrection
 from turnwise.config.updates import loss_capabilities
+from turnwise.contracts.inference import BackendCapabilities
+from turnwise.contracts.runtime import RuntimeCapabilities
+from turnwise.declared import declared
+from turnwise.errors import PluginError
 from turnwise.plugins import Registry
 
 LARGEST_WEIGHT = 2.0
 """C of the weight min(C, π_prox/μ) where the file says nothing."""
-BUILT = ("between_batches",)
-"""The values of `weight_update` that this version has."""
 
 
 def check_stalls(config: RunConfig, report: Report) -> RunConfig:
@@ -42,9 +44,7 @@ def check_asynchronous(config: RunConfig, registry: Registry, report: Report) ->
         if config.weight_update != "between_batches":
             report.warn(("weight_update",), "has no effect: async_generation_ratio is 0")
         return config
-    if config.weight_update not in BUILT:
-        text = f"{config.weight_update!r} is not supported by this version"
-        report.error(("weight_update",), f"{text}. Fix: weight_update: {BUILT[0]}")
+    _update(config, registry, report)
     if config.recompute_old_logprobs == "false":
         text = (
             f"false beside async_generation_ratio {ratio}: then old log-probs are those of earlier weights, and nothing"
@@ -53,6 +53,26 @@ def check_asynchronous(config: RunConfig, registry: Registry, report: Report) ->
         report.error(("recompute_old_logprobs",), f"{text}. Fix: remove the key, or async_generation_ratio: 0")
         return config
     return _corrected(config, registry, report)
+
+
+def _update(config: RunConfig, registry: Registry, report: Report) -> None:
+    """Episodes are cut through in the driver's process alone, and responses by a backend that says so."""
+    when, fix = config.weight_update, "Fix: weight_update: between_batches"
+    try:
+        runtime = declared(RuntimeCapabilities, config.runtime.name, config.runtime.config, registry)
+        choice = config.actor_infer.strategy_args
+        name = "" if choice is None else choice.name
+        sampler = (
+            BackendCapabilities() if choice is None else declared(BackendCapabilities, name, choice.config, registry)
+        )
+    except PluginError:  # reported where it is named
+        return
+    if when != "between_batches" and not runtime.one_process:
+        text = f"{when} needs runtime local in this version, runtime is {config.runtime.name!r}"
+        report.error(("weight_update",), f"{text}. {fix}, or runtime: local")
+    elif when == "between_tokens" and not sampler.updates_between_tokens:
+        text = f"{when} is not there for the backend {name!r} in this version"
+        report.error(("weight_update",), f"{text}. {fix}, or between_turns")
 
 
 def _corrected(config: RunConfig, registry: Registry, report: Report) -> RunConfig:

@@ -49,7 +49,8 @@ class Environment(Protocol):
     `env_instruction` (what templates show as `{env_instruction}`). A data-set environment has the attribute `num_tasks`
     and gets `options={"index": i}`. A `step` that has the parameter `response` is given the whole `Response` under that
     name: `def step(self, action, response=None)`. It may be None, from a manager that has none.
-    Optional: `render()` → uint8 H×W×3 array or a string, `close()`.
+    Optional: `render()` → uint8 H×W×3 array or a string, `close()`. A class that does not give the same episode for the
+    same seed and actions says `replayable = False`: where a run is resumed in the middle of an episode, it starts anew.
     """
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:

@@ -103,7 +103,8 @@ class BackendCapabilities(Capabilities):
     """`adapters`: it takes offers of adapters alone. `cannot_sleep`: why `sleep` will be refused on GPUs, and the fix
     ("": it will not be).
     `sleeps_on_demand`: nobody chose whether its engine can sleep, so it is started as `InferenceContext.sleeps` says.
-    `attached`: it uses an engine that runs already, and so no device that the runtime would give to the role.
+    `updates_between_tokens`: a response that is paused goes on with new weights, reads its beginning again with them, and
+    stamps each token with its version. `attached`: it uses an engine that runs already, and so no device that the runtime would give to the role.
 
     Arithmetic of its options: `devices_per_engine`: devices of one engine, where its sizes decide that.
     `data_parallel_size(devices)`: how many copies of the model they hold (ValueError with the sizes that do not divide
@@ -115,6 +116,7 @@ class BackendCapabilities(Capabilities):
     cannot_sleep: str = ""
     sleeps_on_demand: bool = False
     attached: bool = False
+    updates_between_tokens: bool = False
     devices_per_engine: int | None = None
     data_parallel_size: Callable[[int], int] | None = None
     memory: Callable[[Mapping[str, Any]], Mapping[str, int]] | None = None

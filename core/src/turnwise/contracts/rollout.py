@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 import numpy as np
-from attrs import Attribute, field, frozen
+from attrs import Attribute, define, field, frozen
 
 from turnwise.contracts.env_manager import EnvManager, Limits
 from turnwise.contracts.inference import GeneratingArgs, InferenceBackend
-from turnwise.data.trajectory import Sample, Trajectory
+from turnwise.data.trajectory import Generation, Sample, Trajectory
 from turnwise.errors import ConfigError, EnvironmentFailure, TurnwiseError
 
 StepMode = Literal["inline", "thread", "process"]
@@ -37,7 +37,8 @@ class TagPlan:
     how many `reset` and `step` calls of the tag may run at once (None: all). `num_tasks`: the rows of a data-set
     environment, which is reset with `options={"index": i}`; None for every other. `manager_builder`: makes the manager
     again in another process, by name.
-    `samplers`: make the further models of its episodes, players that take messages (Episode.samplers).
+    `samplers`: make the further models of its episodes, players that take messages (Episode.samplers). `replayable`: as
+    the environment says of itself.
     """
 
     tag: str
@@ -51,6 +52,7 @@ class TagPlan:
     num_tasks: int | None = None
     manager_builder: Callable[[], EnvManager] | None = None
     samplers: Mapping[str, Callable[[], InferenceBackend]] = field(factory=dict)
+    replayable: bool = True
 
 
 @frozen
@@ -63,7 +65,7 @@ class RolloutSettings:
     `evaluation`: fixed tasks, nothing replaced, no training samples.
     `async_generation_ratio`: how many steps ahead of the weights groups may start; 0 is synchronous. `max_steps`: the
     steps of the run, past which no group is started (None: no end). `stall_timeout`: seconds in which no episode moves
-    before the batch fails."""
+    before the batch fails. `weight_update`: when new weights may come to what plays ahead."""
 
     seed: int
     step_timeout: float = 60.0
@@ -77,6 +79,12 @@ class RolloutSettings:
     async_generation_ratio: int = 0
     max_steps: int | None = None
     stall_timeout: float = math.inf
+    weight_update: Literal["between_batches", "between_turns", "between_tokens"] = "between_batches"
+
+    @property
+    def cuts_episodes(self) -> bool:
+        """Whether weights change, and checkpoints are written, while episodes are open."""
+        return self.async_generation_ratio > 0 and self.weight_update != "between_batches" and not self.evaluation
 
 
 @frozen(eq=False)
@@ -97,10 +105,20 @@ class RolloutResult:
     failures: list[str]
 
 
+@define(eq=False)
+class Record:
+    """What an attempt has behind it: the generations by their turn, and a digest of what `reset` and every `step`
+    returned, in order. An attempt that is given one that holds something replays it: the same actions, from a fresh
+    environment."""
+
+    generations: dict[int, Generation] = field(factory=dict)
+    digests: list[str] = field(factory=list)
+
+
 @frozen(eq=False)
 class EpisodeSpec:
     """One attempt at one episode, as plain data: everything that its seeds follow from. `rendered`: its frames are
-    wanted."""
+    wanted. `record`: replayed, and written on; None where nobody asks for it."""
 
     tag: str
     group: int
@@ -109,6 +127,7 @@ class EpisodeSpec:
     seed: int
     options: dict[str, int] | None = None
     rendered: bool = False
+    record: Record | None = None
 
 
 @frozen(eq=False)
@@ -123,6 +142,10 @@ class Played:
 
 class EnvironmentTimeout(EnvironmentFailure):
     """A call to an environment did not return in time."""
+
+
+class ReplayDiffers(EnvironmentFailure):
+    """An environment did not do again what it had done for the same seed and actions."""
 
 
 class WorkerLost(EnvironmentFailure):

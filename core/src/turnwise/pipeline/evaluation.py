@@ -9,7 +9,7 @@ from pathlib import Path
 
 from turnwise.config.schema import Choice, RunConfig
 from turnwise.data.trajectory import Trajectory
-from turnwise.pipeline import frames, metrics
+from turnwise.pipeline import frames, metrics, staleness
 from turnwise.pipeline.clock import Clock
 from turnwise.pipeline.guards import Guard
 from turnwise.pipeline.progress import Progress
@@ -54,6 +54,8 @@ class Evaluation:
             played = await self._guard.unless_stopped(self._scheduler.evaluate(render=render))
         self._tracking.failures(f"evaluation at step {step}", played.failures)
         out = self._metrics(played.trajectories)
+        if self._config.async_generation_ratio:
+            out |= staleness.of_evaluation(played.trajectories)
         self._history.evaluations[step] = out
         self._tracking.trajectories(step, "val", played.trajectories)
         if self._frames:

@@ -92,7 +92,7 @@ class Loop:
             raise
 
     async def _evaluate(self, step: int) -> dict[str, float]:
-        await self.rollouts.hold()
+        await self.guard.unless_gone(self.rollouts.hold())
         values = await self.evaluation.play(step)
         await self.rollouts.release()
         return values
@@ -121,6 +121,7 @@ class Loop:
             await self.guard.unless_gone(self.rollouts.settled(step + 1))
         with self.clock.phase("sync"):
             await self.weights.publish(step + 1)
+        await self.rollouts.release()
         worked = self.rollouts.worked()
         values |= metrics.throughput(values, self.clock, self.config.ppo_epochs, worked)
         if ahead:

@@ -22,7 +22,8 @@ class RolloutSource(Protocol):
         ...
 
     async def settled(self, version: int) -> None:
-        """Wait until the weights of `version` may take the place of those that serve."""
+        """Wait until the weights of `version` may take the place of those that serve; `release` follows when they
+        have."""
         ...
 
     async def hold(self) -> None:
@@ -30,7 +31,7 @@ class RolloutSource(Protocol):
         ...
 
     async def release(self) -> None:
-        """Undo `hold`."""
+        """Undo `hold` and `settled`."""
         ...
 
     def state(self, first: int) -> dict[str, Any]:  # Any: data of the source's own, as turnwise.data.exact writes it
@@ -45,8 +46,8 @@ class RolloutSource(Protocol):
         """Seconds in which episodes were played, or read, since this was last asked."""
         ...
 
-    def gauges(self) -> dict[str, int]:
-        """How many groups wait, play and are finished; {} where nothing is played ahead."""
+    def gauges(self) -> dict[str, float]:
+        """Metrics of what is played ahead; {} where nothing is."""
         ...
 
     async def close(self) -> None:
@@ -57,8 +58,8 @@ class RolloutSource(Protocol):
 class Live:
     """Episodes are played by the scheduler, up to `async_generation_ratio` steps ahead of the weights.
 
-    `next` alone admits what is played, and `settled` waits until that is finished. So nothing plays between the two
-    calls: weights change there, an evaluation plays and a checkpoint is written, without a word to the scheduler."""
+    `next` alone admits what is played. Where weights come between batches, `settled` waits until that is finished, and
+    nothing plays from there to `next`; else episodes are open there, and held."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -68,14 +69,16 @@ class Live:
         return await self._scheduler.next_batch(step, version=version)
 
     async def settled(self, version: int) -> None:
-        """Wait for what still plays."""
+        """As Scheduler.settled."""
         await self._scheduler.settled(version)
 
     async def hold(self) -> None:
-        """Nothing plays."""
+        """Where episodes are open now, let them send nothing more, and wait for what was sent."""
+        await self._scheduler.hold()
 
     async def release(self) -> None:
-        """Nothing was held."""
+        """Let them go on."""
+        self._scheduler.release()
 
     def state(self, first: int) -> dict[str, Any]:  # Any: as RolloutSource.state
         """The scheduler's."""
@@ -89,9 +92,9 @@ class Live:
         """Of the scheduler."""
         return self._scheduler.worked()
 
-    def gauges(self) -> dict[str, int]:
+    def gauges(self) -> dict[str, float]:
         """Of the scheduler."""
-        return self._scheduler.buffer.gauges() if self._scheduler.settings.async_generation_ratio else {}
+        return self._scheduler.gauges()
 
     async def close(self) -> None:
         """Close the scheduler."""
@@ -152,7 +155,7 @@ class Dumped:
         read, self._read = self._read, 0.0
         return read
 
-    def gauges(self) -> dict[str, int]:
+    def gauges(self) -> dict[str, float]:
         """Nothing is played."""
         return {}
 

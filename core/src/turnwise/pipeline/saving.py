@@ -82,8 +82,11 @@ class Saving:
         # Noted before the attempt: where it fails, `rescue` does not try the same again.
         self._tried = done
         with self._clock.phase("save"):
+            await self._rollouts.hold()  # no response is cut through
+            played = self._rollouts.state(done)
+            await self._rollouts.release()
             await self._roles.colocation.sleep()
-            await self._checkpoint(done)
+            await self._checkpoint(done, played)
             await self._roles.colocation.sampling()
 
     async def rescue(self, done: int, error: Exception) -> None:
@@ -98,12 +101,11 @@ class Saving:
             ):  # a backend that is gone, or hangs, is often what went wrong: it needs its devices no more
                 async with asyncio.timeout(SLEEP_SECONDS):
                     await self._roles.colocation.sleep()
-            await self._checkpoint(done)
+            await self._checkpoint(done, self._rollouts.state(done))
         except Exception as failure:
             log.warning("the weights after %d steps could not be saved: %s", done, one_line(failure))
 
-    async def _checkpoint(self, done: int) -> None:
-        played = self._rollouts.state(done)
+    async def _checkpoint(self, done: int, played: dict[str, Any]) -> None:  # Any: as RolloutSource.state
         state = {
             "kl_coef": self._learner.kl_coef,
             "scheduler": {"queue": queued.FILE} if played["queue"] else played,

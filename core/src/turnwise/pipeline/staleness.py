@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from turnwise.data.batch import Batch
 from turnwise.data.ops import trains
+from turnwise.data.trajectory import Trajectory
 from turnwise.pipeline.clock import Clock
 
 
@@ -34,6 +35,13 @@ def of_tokens(batch: Batch, step: int) -> dict[str, float]:
     }
 
 
+def of_evaluation(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Versions between the oldest and the newest weights that answered: 0, or it was no evaluation of one model."""
+    sampled = [turn.versions[turn.response_mask] for one in trajectories for turn in one.turns]
+    versions = np.concatenate([np.zeros(0, np.int64), *sampled])
+    return {"val/version_span": float(np.ptp(versions))} if len(versions) else {}
+
+
 def effective_size(batch: Batch) -> dict[str, float]:
     """The effective sample size of the importance weights, (Σw)² / (n·Σw²) over the sampled tokens that train: 1 where
     all are equal."""
@@ -45,10 +53,10 @@ def effective_size(batch: Batch) -> dict[str, float]:
     return {"async/ess": float(weight.sum()) ** 2 / (len(weight) * squares) if squares else 0.0}
 
 
-def occupation(gauges: Mapping[str, int], clock: Clock, worked: float) -> dict[str, float]:
-    """Groups under way when the step was taken, and the seconds in which the trainer, and the sampler, had nothing to
+def occupation(gauges: Mapping[str, float], clock: Clock, worked: float) -> dict[str, float]:
+    """The source's own metrics when the step was taken, and the seconds in which the trainer, and the sampler, had nothing to
     do. `worked`: those in which training episodes were played."""
-    return {f"async/groups/{name}": float(count) for name, count in gauges.items()} | {
+    return dict(gauges) | {
         "time/trainer_idle": clock.seconds("rollout"),
         "time/sampler_idle": max(0.0, clock.elapsed - clock.seconds("eval") - worked),
         "time/publish": clock.seconds("sync"),

@@ -23,6 +23,7 @@ from turnwise.devices import visible_gpus
 from turnwise.errors import ConfigError, PluginError
 from turnwise.planning import placement
 from turnwise.planning.builders import EnvironmentBuilder, ManagerBuilder, PlayerBuilder, build, config_of
+from turnwise.plugins import registry
 from turnwise.rollout import Scheduler
 from turnwise.rollout.texts import environment_texts
 from turnwise.rollout.trial import number_of_tasks
@@ -76,10 +77,15 @@ def tag_plans(config: RunConfig, manager: EnvManagerConfig, args: GeneratingArgs
                     for name, choice in env.samplers.items()
                 },
                 # Asked of an environment that is built for it: the tasks have to be known before an episode is.
+                replayable=_replayable(env.env_type),
                 num_tasks=number_of_tasks(builder, tag, env.env_type, env.env_config, manager.reset_timeout),
             )
         )
     return plans
+
+
+def _replayable(environment: str) -> bool:
+    return bool(getattr(registry().find("environment", environment).target(), "replayable", True))
 
 
 def limits(config: RunConfig, env: CustomEnv, args: GeneratingArgs) -> Limits:
@@ -120,6 +126,7 @@ def scheduler(
         # An evaluation is a batch of its own and ends by itself.
         max_steps=None if evaluation else config.max_steps,
         stall_timeout=config.stall_timeout,
+        weight_update=config.weight_update,
     )
     # A backend that takes messages renders them itself: a chat format here would be a second one.
     plans, chat = tag_plans(config, manager, args, base), chat if backend.input == "ids" else None

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from attrs import define, field
+from attrs import asdict, define, field
 
-from turnwise.contracts.rollout import Played, RolloutResult, RolloutSettings, TagPlan
+from turnwise.contracts.rollout import Played, Record, RolloutResult, RolloutSettings, TagPlan
+from turnwise.data.trajectory import Generation
 from turnwise.errors import CheckpointError
 from turnwise.rollout.seeds import REPLACEMENT, environment_seed, task_index
 
@@ -34,7 +35,8 @@ class Group:
     the step.
 
     `outcomes`: by member, what it played, None if it was given up. `attempts`: by member, the number of the attempt
-    that it is at, or begins with. `playing`: the members that are in the middle of one. `counts` and `failures` are the
+    that it is at, or begins with. `playing`: the members that are in the middle of one. `records`: of the attempts that
+    members are at; those of `resumed` begin with theirs. `counts` and `failures` are the
     slot's:
     a replacement goes on with those of the group that it replaces.
     """
@@ -51,6 +53,8 @@ class Group:
     outcomes: dict[int, Played | None] = field(factory=dict)
     attempts: dict[int, int] = field(factory=dict)
     playing: set[int] = field(factory=set)
+    records: dict[int, Record] = field(factory=dict)
+    resumed: set[int] = field(factory=set)
     counts: Counter[str] = field(factory=Counter)
     failures: list[tuple[Place, str]] = field(factory=list)
 
@@ -67,6 +71,9 @@ class Group:
     def begin(self, member: int, attempt: int) -> Place:
         """A member plays this attempt from now on."""
         self.playing.add(member)
+        if member not in self.resumed:
+            self.records[member] = Record()
+        self.resumed.discard(member)
         self.attempts[member] = attempt
         self.counts["attempts"] += 1
         self.counts["retries"] += attempt > 0
@@ -112,6 +119,8 @@ class GroupBuffer:
         self._slots = [(plan, local) for plan in plans for local in range(plan.groups)]
         self._planned = sum(plan.groups * plan.group_size for plan in plans)
         self._steps: dict[int, Step] = {}
+        self.restarted = 0
+        """Episodes that could not go on from their record."""
         self._waiting: list[tuple[int, int, int]] = []
 
     def __contains__(self, step: int) -> bool:
@@ -158,6 +167,7 @@ class GroupBuffer:
         """
         step = self._steps[group.step]
         group.playing.discard(member)
+        group.records.pop(member, None)
         group.outcomes[member] = outcome
         if not group.finished:
             return
@@ -190,6 +200,14 @@ class GroupBuffer:
         """Forget the steps that are not finished; they will be admitted, and played, from their beginning."""
         for number in [number for number, step in self._steps.items() if step.unfinished]:
             del self._steps[number]
+        self._waiting.clear()
+
+    def pause(self) -> None:
+        """Nobody plays any more: what is open will be begun again, from its record."""
+        for step in self._steps.values():
+            for group in step.groups.values():
+                _uncount(group, group.counts)
+                group.playing.clear()
         self._waiting.clear()
 
     def clear(self) -> None:
@@ -250,7 +268,8 @@ class GroupBuffer:
     def restore(self, groups: Iterable[dict[str, Any]]) -> None:  # Any: as `snapshot`
         """Take up a `snapshot`, in place of all that is here: ended members are taken as they are, all others wait.
 
-        Raises CheckpointError for groups that these plans and this seed would not have played."""
+        One that has a record begins with that, its environment reset; of an environment that is not replayable the next
+        attempt begins. Raises CheckpointError for groups that these plans and this seed would not have played."""
         self.clear()
         try:
             for record in groups:
@@ -280,6 +299,13 @@ class GroupBuffer:
         for member, trajectories, samples in record["members"]:
             group.outcomes[member] = None if trajectories is None else Played(trajectories, samples, None)
         group.attempts = dict(record["open"])
+        for member, generations, digests in record.get("records", ()):
+            if group.plan.replayable:
+                group.records[member] = Record({turn: Generation(**one) for turn, one in generations}, digests)
+                group.resumed.add(member)
+            else:
+                group.attempts[member] += 1
+                self.restarted += 1
         group.counts = Counter(record["counts"])
         group.failures = [((serial, member, attempt), line) for serial, member, attempt, line in record["failures"]]
         if number not in self._steps:
@@ -295,9 +321,12 @@ def _identity(group: Group) -> list[str | int]:
 def _written(group: Group) -> dict[str, Any]:  # Any: as `GroupBuffer.snapshot`
     # A copy: what is taken off here is taken off in the snapshot alone.
     counts = Counter(group.counts)
-    for member in group.playing:  # its attempt will be begun, and counted, again
-        counts["attempts"] -= 1
-        counts["retries"] -= group.attempts[member] > 0
+    _uncount(group, counts)
+    records = [
+        [m, [[turn, asdict(one, recurse=False)] for turn, one in record.generations.items()], list(record.digests)]
+        for m, record in sorted(group.records.items())
+        if record.digests
+    ]
     return {
         "step": group.step,
         "slot": group.slot,
@@ -310,7 +339,14 @@ def _written(group: Group) -> dict[str, Any]:  # Any: as `GroupBuffer.snapshot`
             for m, o in sorted(group.outcomes.items())
         ],
         "open": [[m, group.attempts.get(m, 0)] for m in range(group.plan.group_size) if m not in group.outcomes],
-    }
+    } | ({"records": records} if records else {})
+
+
+def _uncount(group: Group, counts: Counter[str]) -> None:
+    """The attempts in play will be begun, and counted, again."""
+    for member in group.playing:
+        counts["attempts"] -= 1
+        counts["retries"] -= group.attempts[member] > 0
 
 
 def _result(step: Step) -> RolloutResult:

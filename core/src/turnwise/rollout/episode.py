@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -15,9 +16,11 @@ import numpy as np
 from turnwise.contracts.chat import Message
 from turnwise.contracts.environment import Response, check_reset, check_step
 from turnwise.contracts.inference import InferenceBackend, Request
-from turnwise.contracts.rollout import EnvironmentTimeout, Frame, RolloutSettings, TagPlan
+from turnwise.contracts.rollout import EnvironmentTimeout, Frame, Record, ReplayDiffers, RolloutSettings, TagPlan
+from turnwise.data.exact import encode
 from turnwise.data.trajectory import Generation
 from turnwise.errors import EngineError, EnvironmentFailure, TurnwiseError, one_line
+from turnwise.rollout.gate import Gate
 from turnwise.rollout.hosts import HOSTS, Host
 from turnwise.rollout.seeds import request_seed
 from turnwise.rollout.sweeper import Sweeper
@@ -76,7 +79,7 @@ class HostedEnvironment:
     With `frames`, what `render()` returns after each call is appended there. `note` is told what the episode waits for.
     """
 
-    __slots__ = ("_frames", "_gate", "_host", "_note", "_options", "_seed", "_settings", "_tag")
+    __slots__ = ("_calls", "_frames", "_gate", "_host", "_note", "_options", "_record", "_seed", "_settings", "_tag")
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class HostedEnvironment:
         options: dict[str, int] | None,
         frames: list[Frame] | None,
         note: Callable[[str], None],
+        record: Record | None = None,
     ) -> None:
         self._host = host
         self._gate = pool.gate
@@ -95,6 +99,7 @@ class HostedEnvironment:
         self._options = options
         self._frames = frames
         self._note = note
+        self._record, self._calls = record, 0
 
     async def reset(self) -> tuple[Any, dict[str, Any]]:  # Any: an observation, and what an environment informs of
         """Reset with the group's seed and options. Raises EnvironmentFailure."""
@@ -107,6 +112,7 @@ class HostedEnvironment:
             if self._frames is not None:
                 await self._render(self._frames)
         self._note(MANAGER)
+        self._compare(checked[:1])
         return checked
 
     async def step(
@@ -120,7 +126,19 @@ class HostedEnvironment:
             if self._frames is not None:
                 await self._render(self._frames)
         self._note(MANAGER)
+        self._compare(checked[:4])
         return checked
+
+    def _compare(self, returned: tuple[Any, ...]) -> None:  # Any: as in `reset`
+        """Note what a call returned, or compare it with what it returned before. Raises ReplayDiffers."""
+        if self._record is None:
+            return
+        digest, before = digested(returned), self._record.digests[self._calls : self._calls + 1]
+        self._calls += 1
+        if not before:
+            self._record.digests.append(digest)
+        elif not digest or before != [digest]:
+            raise ReplayDiffers(f"{self._tag}: call {self._calls} of the replayed episode returned something else.")
 
     async def _render(self, frames: list[Frame]) -> None:
         try:
@@ -134,6 +152,15 @@ class HostedEnvironment:
             return
         if frame is not None:
             frames.append(frame)
+
+
+def digested(value: Any) -> str:  # Any: what an environment returns
+    """A digest of plain data and arrays; empty for what has none."""
+    try:
+        text, buffer = encode(value)
+    except TypeError:
+        return ""
+    return hashlib.blake2b(text + buffer, digest_size=16).hexdigest()
 
 
 class Requests:
@@ -152,6 +179,7 @@ class Requests:
         stop: Callable[[TurnwiseError], None],
         given_up: list[tuple[InferenceBackend, Request]],
         note: Callable[[str], None],
+        gate: Gate,
     ) -> None:
         self.backend = backend
         self.settings = settings
@@ -159,9 +187,15 @@ class Requests:
         self._sweeper = sweeper
         self._stop = stop
         self._note = note
+        self._gate = gate
 
     async def send(self, request: Request) -> Generation:
-        """The backend's answer. Whatever it raises becomes an EngineError."""
+        """The backend's answer, once its gate is open. Whatever it raises becomes an EngineError."""
+        self._note("the gate of the backend")
+        async with self._gate.through():
+            return await self._sent(request)
+
+    async def _sent(self, request: Request) -> Generation:
         self._note("the model's answer")
         key = self._sweeper.watch(self.settings.request_timeout, partial(self._expire, request))
         try:
@@ -193,9 +227,19 @@ class Requests:
 class EpisodeSampler:
     """The model of one attempt, as its manager sees it (turnwise.contracts.env_manager.Sampler)."""
 
-    __slots__ = ("_attempt", "_member", "_order", "_requests", "_seed", "_tag", "input")
+    __slots__ = ("_attempt", "_member", "_order", "_record", "_requests", "_seed", "_tag", "input")
 
-    def __init__(self, requests: Requests, tag: str, seed: int, group: int, member: int, attempt: int) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        tag: str,
+        seed: int,
+        group: int,
+        member: int,
+        attempt: int,
+        record: Record | None = None,
+    ) -> None:
+        self._record = record
         self.input: str = requests.backend.input
         self._requests = requests
         self._tag = tag
@@ -214,7 +258,9 @@ class EpisodeSampler:
         max_new_tokens: int,
         actions: tuple[str, ...] = (),
     ) -> Generation:
-        """Sample the response of turn `turn`. Raises EngineError."""
+        """Sample the response of turn `turn`, or give the one that was sampled. Raises EngineError."""
+        if self._record is not None and turn in self._record.generations:
+            return self._record.generations[turn]
         request = Request(
             seed=request_seed(self._seed, self._member, self._attempt, turn),
             args=self._requests.settings.generating_args,
@@ -226,7 +272,10 @@ class EpisodeSampler:
             actions=actions,
             tag=self._tag,
         )
-        return await self._requests.send(request)
+        generation = await self._requests.send(request)
+        if self._record is not None:
+            self._record.generations[turn] = generation
+        return generation
 
 
 def _name(request: Request) -> str:

@@ -4,6 +4,7 @@ alive."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ from turnwise.contracts.rollout import (
     EpisodeSpec,
     Executor,
     Played,
+    ReplayDiffers,
     RolloutResult,
     RolloutSettings,
     TagPlan,
@@ -27,6 +29,8 @@ from turnwise.rollout.occupancy import Occupancy
 from turnwise.rollout.origin import raised
 from turnwise.rollout.watchdog import Watchdog
 from turnwise.rollout.worker import GRACE_SECONDS, LocalExecutor
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -54,6 +58,10 @@ class Scheduler:
         self._failure: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._worked, self._noted = 0.0, time.perf_counter()
+        self.replayed = 0
+        """Episodes that went on from their record."""
+        if settings.cuts_episodes:
+            self._inner.gate.changed = self._gate_changed
 
     async def next_batch(self, step: int, *, version: int) -> RolloutResult:
         """All groups of pipeline step `step`, while the backend serves the weights of `version`.
@@ -72,10 +80,45 @@ class Scheduler:
         return self.buffer.take(step)
 
     async def settled(self, version: int) -> None:
-        """Wait until the weights of `version` may take the place of those that serve: until every admitted group is
-        finished, so that each step is played with one version. Errors as `next_batch`."""
+        """Wait until the weights of `version` may take the place of those that serve, by `weight_update`: until every
+        admitted group is finished, so that each step is played with one version; until no response is on its way; or at
+        once, with no time passing for requests until `release`. Errors as `next_batch`."""
         self.buffer.forget(version)
-        await self._play(lambda: self.buffer.whole)
+        if not self.settings.cuts_episodes:
+            await self._play(lambda: self.buffer.whole)
+        elif self.settings.weight_update == "between_turns":
+            await self.hold()
+        else:
+            self._inner.requests.frozen = True
+
+    async def hold(self) -> None:
+        """Let episodes send nothing more, and wait until what was sent is answered. Errors as `next_batch`."""
+        if self.settings.cuts_episodes:
+            self._inner.gate.close()
+            await self._play(lambda: not self._inner.gate.flying)
+
+    def release(self) -> None:
+        """Undo `hold` and `settled`."""
+        if self.settings.cuts_episodes:
+            self._inner.requests.frozen = False
+            # A backend learns first how many may ask, then they do.
+            self._occupancy.set(len(self._tasks))
+            self._inner.gate.open()
+
+    @property
+    def _inner(self) -> LocalExecutor:
+        """Where episodes are cut: the configuration allows it nowhere else."""
+        assert isinstance(self.executor, LocalExecutor), "weight_update between_batches alone is there for workers"
+        return self.executor
+
+    def _report(self) -> None:
+        """How many may ask the backend: a gate that is closed lets nobody through but those who asked before."""
+        held = self.settings.cuts_episodes and self._inner.gate.closed
+        self._occupancy.set(self._inner.gate.flying if held else len(self._tasks))
+
+    def _gate_changed(self) -> None:
+        self._report()
+        self._wake()
 
     async def evaluate(self, *, render: int = 0) -> RolloutResult:
         """The fixed tasks of an evaluation: serials 0…G−1, of a data set rows 0…n−1 per tag. Nothing is replaced; what
@@ -100,6 +143,14 @@ class Scheduler:
         if self._tasks:
             self._worked += now - self._noted
         self._noted = now
+
+    def gauges(self) -> dict[str, float]:
+        """Metrics of what is played ahead; {} where nothing is."""
+        if not self.settings.async_generation_ratio:
+            return {}
+        found = {f"async/groups/{name}": float(count) for name, count in self.buffer.gauges().items()}
+        resumed = {"resume/replayed": float(self.replayed), "resume/restarted": float(self.buffer.restarted)}
+        return found | (resumed if self.settings.cuts_episodes else {})
 
     def state(self, first: int = 0) -> dict[str, Any]:  # Any: as `GroupBuffer.snapshot`
         """What a checkpoint after `first` steps must hold: the queue of groups, which between two synchronous batches
@@ -146,11 +197,14 @@ class Scheduler:
             self._waiter.set_result(None)
 
     async def _abort(self) -> None:
-        """Cancel every episode and abort its request, without waiting for anything that hangs. Steps that are finished
-        stay: they may be saved."""
+        """Cancel every episode and abort its request, without waiting for anything that hangs. What is finished stays,
+        and what is open where a record of it can be saved."""
         tasks = list(self._tasks)
         began = bool(tasks) or not self.buffer.whole
-        self.buffer.give_up()
+        if self.settings.cuts_episodes:
+            self.buffer.pause()
+        else:
+            self.buffer.give_up()
         self._note_work()
         # `_member` and `_left` look here: what was given up changes neither the buffer nor the failure any more.
         self._tasks.clear()
@@ -174,7 +228,7 @@ class Scheduler:
             task = asyncio.get_running_loop().create_task(self._member(*waiting))
             self._tasks.add(task)
             task.add_done_callback(partial(self._left, *waiting))
-        self._occupancy.set(len(self._tasks))
+        self._report()
 
     # ---------------------------------------------------------------- episodes
 
@@ -184,11 +238,20 @@ class Scheduler:
         task = asyncio.current_task()
         assert task is not None
         outcome = None
-        for attempt in range(group.attempts.get(member, 0), self.settings.max_env_retries + 1):
+        replays = member in group.resumed
+        self.replayed += replays
+        first = group.attempts.get(member, 0)
+        # A resumed episode has one attempt more: what its environment does not do again is no failure.
+        last = max(self.settings.max_env_retries, first) + replays
+        for attempt in range(first, last + 1):
             place = group.begin(member, attempt)
             try:
                 outcome = await self._attempt(group, place)
                 break
+            except ReplayDiffers as error:
+                logger.warning("%s, group %d, member %d: %s It starts anew", group.plan.tag, *place[:2], error)
+                self.replayed -= 1
+                self.buffer.restarted += 1
             except Exception as error:
                 if isinstance(error, TurnwiseError) and not isinstance(error, EnvironmentFailure):
                     raise
@@ -225,7 +288,7 @@ class Scheduler:
             ended = TurnwiseError(f"{place}: the episode ended by {one_line(error)}.")
             ended.__cause__ = error
             self._fail(ended)
-        self._occupancy.set(len(self._tasks))  # last: what a backend raises here ends a callback and nothing else
+        self._report()  # last: what a backend raises here ends a callback and nothing else
 
     async def _attempt(self, group: Group, place: Place) -> Played:
         serial, member, attempt = place
@@ -237,6 +300,7 @@ class Scheduler:
             seed=group.seed,
             options=group.options,
             rendered=member in group.rendered,
+            record=group.records[member] if self.settings.cuts_episodes else None,
         )
         task = asyncio.current_task()
         # A request of an episode that was given up, and hangs on, may expire while others play: it is none of theirs.

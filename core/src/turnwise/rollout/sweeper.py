@@ -16,6 +16,8 @@ class Sweeper:
     def __init__(self, shortest: float) -> None:
         # Seconds. No shorter than 5 ms, which costs nothing yet, and no longer than 1 s.
         self.tick = min(max(shortest / 20, 0.005), 1.0)
+        self.frozen = False
+        """While it is, no time passes for what is watched."""
         self._clock = 0.0
         self._last = 0.0
         self._serial = 0
@@ -46,7 +48,8 @@ class Sweeper:
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
         # Twice the tick at most: what is longer was a blocked loop.
-        self._clock += min(now - self._last, 2 * self.tick)
+        if not self.frozen:
+            self._clock += min(now - self._last, 2 * self.tick)
         self._last = now
         for key, expire in [
             (key, expire) for key, (deadline, expire) in self._watches.items() if deadline <= self._clock

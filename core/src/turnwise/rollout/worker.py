@@ -17,6 +17,7 @@ from turnwise.data.numbers import LARGEST_REWARD
 from turnwise.data.trajectory import Trajectory
 from turnwise.errors import EngineError, EnvironmentFailure, PluginError, TurnwiseError, boundary, one_line
 from turnwise.rollout.episode import EpisodeSampler, HostedEnvironment, Pool, Requests
+from turnwise.rollout.gate import Gate
 from turnwise.rollout.standing import Standing
 from turnwise.rollout.sweeper import Sweeper
 
@@ -50,6 +51,9 @@ class LocalExecutor:
     ) -> None:
         self.settings, self.backend, self.chat = settings, backend, chat
         self._sweeper = Sweeper(min(settings.step_timeout, settings.reset_timeout, settings.request_timeout))
+        # Of their own: no time passes for a request while the engine is paused, and it does for an environment.
+        self.requests = Sweeper(settings.request_timeout)
+        self.gate = Gate()
         starts = asyncio.Semaphore(max(1, cores() // sharing))
         self._pools = {plan.tag: Pool(plan, settings, self._sweeper, starts) for plan in plans}
         self._playing = 0
@@ -68,6 +72,7 @@ class LocalExecutor:
             self.standing.left(spec)
             if not self._playing:
                 self._sweeper.stop()
+                self.requests.stop()
 
     async def _play(self, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]) -> Played:
         pool = self._pools[spec.tag]
@@ -77,7 +82,7 @@ class LocalExecutor:
         try:
             episode = Episode(
                 environment=HostedEnvironment(
-                    host, pool, spec.seed, spec.options, frames, partial(self.standing.at, spec)
+                    host, pool, spec.seed, spec.options, frames, partial(self.standing.at, spec), spec.record
                 ),
                 chat=self.chat,
                 limits=plan.limits,
@@ -122,10 +127,10 @@ class LocalExecutor:
     def _sampler(
         self, backend: InferenceBackend, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]
     ) -> EpisodeSampler:
-        requests = Requests(
-            backend, self.settings, self._sweeper, stop, self._given_up, partial(self.standing.at, spec)
-        )
-        return EpisodeSampler(requests, spec.tag, spec.seed, spec.group, spec.member, spec.attempt)
+        gate = self.gate if backend is self.backend else Gate()  # a further model gets no weights
+        note = partial(self.standing.at, spec)
+        requests = Requests(backend, self.settings, self.requests, stop, self._given_up, note, gate)
+        return EpisodeSampler(requests, spec.tag, spec.seed, spec.group, spec.member, spec.attempt, spec.record)
 
     def _players_of(self, plan: TagPlan) -> Mapping[str, InferenceBackend]:
         """The further models of a tag, built for its first episode."""
@@ -154,6 +159,7 @@ class LocalExecutor:
             for error in filter(None, (abort.exception() for abort in done)):
                 logger.warning("aborting a request raised %s", one_line(error))
         self._sweeper.stop()
+        self.requests.stop()
 
     async def close(self) -> None:
         """Close the idle environments, those in play were cancelled before, and the further models."""
@@ -164,6 +170,7 @@ class LocalExecutor:
         for player in players:
             await player.close()
         self._sweeper.stop()
+        self.requests.stop()
 
 
 def _several(played: Trajectory | list[Trajectory], tag: str) -> list[Trajectory]:

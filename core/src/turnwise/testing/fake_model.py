@@ -7,13 +7,13 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from attrs import frozen
 
 from turnwise.contracts.chat import Message, ModelSourceContext
-from turnwise.contracts.inference import DeviceMemory, InferenceContext, Request
+from turnwise.contracts.inference import BackendCapabilities, DeviceMemory, InferenceContext, Request
 from turnwise.contracts.train import Offer, TrainContext
 from turnwise.data.rows import Rows, Update, UpdateResult
 from turnwise.data.trajectory import Generation, float32, int32
@@ -171,6 +171,7 @@ class FakeModelSource:
 class FakeBackendConfig:
     """`delay`: seconds that every request takes."""
 
+    capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(updates_between_tokens=True)
     delay: float = 0.0
 
 

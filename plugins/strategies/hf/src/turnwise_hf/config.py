@@ -21,7 +21,7 @@ class HfConfig:
     """`batch_wait`: seconds for which requests are collected when it is not known how many episodes are live (outside a
     run's scheduler)."""
 
-    capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(adapters=True)
+    capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(adapters=True, updates_between_tokens=True)
     batch_wait: float = 0.002
 
 
