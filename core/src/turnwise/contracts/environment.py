@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import math
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from attrs import frozen
 
+from turnwise.contracts.capabilities import Capabilities
 from turnwise.data.numbers import LARGEST_REWARD
 from turnwise.data.trajectory import Generation
 from turnwise.errors import EnvironmentFailure
@@ -36,6 +37,15 @@ class Response:
         return cls(generation.text, generation.finish, None if generation.ids is None else len(generation.ids))
 
 
+@frozen
+class EnvironmentCapabilities(Capabilities):
+    """`replayable`: the same seed and actions give the same episode, so that one which is open when a run is killed goes
+    on where it was; False: it starts anew."""
+
+    kind: ClassVar[str] = "environment"
+    replayable: bool = True
+
+
 @runtime_checkable
 class Environment(Protocol):
     """Built with `env_config` as keyword arguments, one instance an episode at a time; `step` and `reset` may be
@@ -49,8 +59,8 @@ class Environment(Protocol):
     `env_instruction` (what templates show as `{env_instruction}`). A data-set environment has the attribute `num_tasks`
     and gets `options={"index": i}`. A `step` that has the parameter `response` is given the whole `Response` under that
     name: `def step(self, action, response=None)`. It may be None, from a manager that has none.
-    Optional: `render()` → uint8 H×W×3 array or a string, `close()`. A class that does not give the same episode for the
-    same seed and actions says `replayable = False`: where a run is resumed in the middle of an episode, it starts anew.
+    Optional: `render()` → uint8 H×W×3 array or a string, `close()`. What it can do beyond that it declares as
+    EnvironmentCapabilities.
     """
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:

@@ -13,6 +13,7 @@ from turnwise.config.schema import Choice, CustomEnv, EnvManagerConfig, ModelArg
 from turnwise.config.updates import token_budget
 from turnwise.contracts.chat import Chat, Message, ModelSource, ModelSourceContext
 from turnwise.contracts.env_manager import Limits, ManagerContext
+from turnwise.contracts.environment import EnvironmentCapabilities
 from turnwise.contracts.inference import BackendCapabilities, GeneratingArgs, InferenceBackend, InferenceContext
 from turnwise.contracts.logger import Logger, LoggerContext
 from turnwise.contracts.rollout import RolloutSettings, TagPlan
@@ -23,7 +24,6 @@ from turnwise.devices import visible_gpus
 from turnwise.errors import ConfigError, PluginError
 from turnwise.planning import placement
 from turnwise.planning.builders import EnvironmentBuilder, ManagerBuilder, PlayerBuilder, build, config_of
-from turnwise.plugins import registry
 from turnwise.rollout import Scheduler
 from turnwise.rollout.texts import environment_texts
 from turnwise.rollout.trial import number_of_tasks
@@ -77,15 +77,11 @@ def tag_plans(config: RunConfig, manager: EnvManagerConfig, args: GeneratingArgs
                     for name, choice in env.samplers.items()
                 },
                 # Asked of an environment that is built for it: the tasks have to be known before an episode is.
-                replayable=_replayable(env.env_type),
+                replayable=declared(EnvironmentCapabilities, env.env_type, None).replayable,
                 num_tasks=number_of_tasks(builder, tag, env.env_type, env.env_config, manager.reset_timeout),
             )
         )
     return plans
-
-
-def _replayable(environment: str) -> bool:
-    return bool(getattr(registry().find("environment", environment).target(), "replayable", True))
 
 
 def limits(config: RunConfig, env: CustomEnv, args: GeneratingArgs) -> Limits:
