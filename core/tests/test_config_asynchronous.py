@@ -12,7 +12,7 @@ from turnwise.config.schema import TrainInferCorrection
 from turnwise.contracts.inference import BackendCapabilities
 from turnwise.contracts.runtime import RuntimeCapabilities
 from turnwise.errors import ConfigError
-from turnwise.testing.fakes import FakeBackendConfig, FakeRuntime
+from turnwise.testing.fakes import FakeBackend, FakeRuntime
 
 Run = Callable[..., Loaded]
 Toy = Callable[..., Path]
@@ -117,7 +117,7 @@ def test_episodes_are_cut_in_one_process_alone(toy: Toy, monkeypatch: pytest.Mon
 def test_responses_are_cut_by_a_backend_that_says_so_alone(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     path = toy(async_generation_ratio=1, weight_update="between_tokens")
     assert load(path).config.weight_update == "between_tokens"
-    monkeypatch.setattr(FakeBackendConfig, "capabilities", BackendCapabilities())
+    monkeypatch.setattr(FakeBackend, "capabilities", BackendCapabilities())
     with pytest.raises(ConfigError, match=r"\$\.weight_update: between_tokens is not there for the backend 'fake"):
         load(path)
     load(toy(async_generation_ratio=1, weight_update="between_turns"))

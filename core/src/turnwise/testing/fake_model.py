@@ -171,7 +171,6 @@ class FakeModelSource:
 class FakeBackendConfig:
     """`delay`: seconds that every request takes."""
 
-    capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(updates_between_tokens=True)
     delay: float = 0.0
 
 
@@ -180,6 +179,7 @@ class FakeBackend:
     the limit alone."""
 
     input: Literal["ids", "messages"] = "ids"
+    capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(updates_between_tokens=True)
 
     @staticmethod
     def transports(config: FakeBackendConfig, context: InferenceContext) -> tuple[str, ...]:
