@@ -60,6 +60,29 @@ def test_a_run_on_ray_gives_the_same_numbers_as_in_one_process(tmp_path: Path) -
     assert "Traceback" not in there.stderr
 
 
+@pytest.mark.slow
+def test_batches_ahead_are_as_reproducible_with_trainer_sampler_and_environments_in_processes(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(on_ray(max_steps=4))
+    ahead = ["async_generation_ratio=1", "recompute_old_logprobs=auto"]
+    alone = turnwise(tmp_path, "train", "run.yaml", *ahead, "actor_train.device_mapping=[]", "output_dir=alone")
+    assert alone.returncode == 0, alone.stderr
+    workers = RAY.replace("cpu,", "cpu, env_workers: 2,")
+    there = turnwise(
+        tmp_path, "train", "run.yaml", *ahead, workers, "actor_infer.device_mapping=[1]", "output_dir=there"
+    )
+    assert there.returncode == 0, there.stderr
+    mine, theirs = (
+        [{k: v for k, v in line.items() if not k.startswith("async/groups/")} for line in metrics(tmp_path, out)]
+        for out in ("alone", "there")
+    )
+    assert mine == theirs
+    assert [line["async/staleness/max"] for line in mine if "async/staleness/max" in line] == [0, 1, 1, 1]
+    refused = turnwise(tmp_path, "train", "run.yaml", *ahead, RAY, "weight_update=between_turns")
+    assert "$.weight_update: between_turns needs runtime local in this version" in refused.stderr
+    shared = turnwise(tmp_path, "train", "run.yaml", *ahead, RAY, "actor_infer.device_mapping=[0]")
+    assert "$.async_generation_ratio: 1 plays while the trainer trains" in shared.stderr
+
+
 COLOCATED = {
     "plugins": ["turnwise-ray", "turnwise.testing.plugin", str(Path(__file__).with_name("ray_fakes.py"))],
     "max_steps": 1,
