@@ -221,7 +221,9 @@ def test_check_reports_the_configuration_and_the_machine_apart(fake: Any) -> Non
     assert "machine: output_dir: " in both.stderr
     config = fake.command("check", "run.yaml", "resume_from_checkpoint=nowhere")
     assert config.exit_code == 2
-    assert config.stderr.startswith("config: nowhere is not a checkpoint")
+    assert config.stderr.startswith(
+        "config: override 'resume_from_checkpoint=nowhere': $.resume_from_checkpoint: nowhere is not a checkpoint"
+    )
 
 
 def test_a_model_that_is_not_there_is_one_line(fake: Any) -> None:
