@@ -347,3 +347,31 @@ def test_the_core_names_no_option_and_no_algorithm_of_a_plugin() -> None:
             f"{where}:{number}: {hit[0]}" for number, line in enumerate(lines, 1) for hit in [word.search(line)] if hit
         ]
     assert found == []
+
+
+def public_functions(body: list[ast.stmt]) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The public functions of a module or class, and those of its public classes."""
+    found: list[ast.FunctionDef | ast.AsyncFunctionDef] = []
+    for one in body:
+        if isinstance(one, ast.ClassDef) and not one.name.startswith("_"):
+            found += public_functions(one.body)
+        elif isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
+            found += [one] if one.name == "__init__" or not one.name.startswith("_") else []
+    return found
+
+
+def test_any_in_a_public_signature_of_the_core_says_what_it_stands_for() -> None:
+    """Beside the signature or in the line before: `# Any: …`, or `# Any, …`."""
+    found = []
+    for file in sorted(CORE.rglob("*.py")):
+        if "testing" in file.parts:
+            continue
+        text = file.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        for one in public_functions(ast.parse(text).body):
+            signature = "\n".join(lines[one.lineno - 2 : one.body[0].lineno])
+            named = {node.id for node in ast.walk(one.args) if isinstance(node, ast.Name)}
+            named |= {node.id for node in ast.walk(one.returns or one.args) if isinstance(node, ast.Name)}
+            if "Any" in named and "# Any" not in signature:
+                found.append(f"{file.relative_to(CORE)}:{one.lineno}: {one.name}")
+    assert found == []

@@ -13,6 +13,7 @@ from turnwise.plugins import Registry, registry
 Record = TypeVar("Record", bound=Capabilities)
 
 
+# Any: a plugin's options
 def declared(record: type[Record], name: str, config: Any = None, among: Registry | None = None) -> Record:
     """The capabilities of the implementation `name` with the options `config` (None: its defaults); those of the record
     where it says nothing.

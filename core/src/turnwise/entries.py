@@ -46,7 +46,7 @@ class Entry:
         """`ok` or `missing: a, b`."""
         return f"missing: {', '.join(self.missing)}" if self.missing else "ok"
 
-    def target(self) -> Any:
+    def target(self) -> Any:  # Any: a class of the plugin's own
         """The class, imported now. Raises PluginError with the cause chained."""
         if self.missing:
             raise PluginError(
@@ -61,11 +61,11 @@ class Entry:
             )
         return target
 
-    def config_class(self) -> Any | None:
+    def config_class(self) -> Any | None:  # Any: a class of the plugin's own
         """The attrs class of its options, or None."""
         return self._load(self.implementation.config)
 
-    def fixtures(self) -> Any | None:
+    def fixtures(self) -> Any | None:  # Any: a function of the plugin's own
         """The function that supplies the conformance kit, or None."""
         return self._load(self.implementation.fixtures)
 
@@ -101,7 +101,7 @@ class UndeclaredError(Exception):
         self.install = install
 
 
-def records_of(records: Any, hook: str) -> list[Implementation]:
+def records_of(records: Any, hook: str) -> list[Implementation]:  # Any: what a hook returned, unchecked
     """What a hook returned, if it is a list of usable records; else TypeError."""
     if not isinstance(records, list | tuple):
         raise TypeError(f"{hook} returned {records!r:.60}; it must return a list of turnwise.Implementation")

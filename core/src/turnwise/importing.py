@@ -54,7 +54,7 @@ def is_there(name: str) -> bool:
         return False
 
 
-def attribute(where: str) -> Any:
+def attribute(where: str) -> Any:  # Any: whatever stands there
     """What `"module:Class"` names. Raises StrangerError."""
     with guarded():
         module, _, name = where.partition(":")

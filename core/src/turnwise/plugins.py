@@ -98,6 +98,7 @@ class Registry:
             misspelt=bool(hint),
         ) from cause
 
+    # Any: an implementation of the kind asked for
     def build(self, kind: str, name: str, config: Any = None, context: Any = None) -> Any:
         """Build an implementation: environments from keyword arguments, every other kind as Target(config, context).
 
@@ -126,7 +127,7 @@ class Registry:
                 why = f"(from {entry.owner}) cannot be built: {one_line(error)}"
                 raise PluginError(f"{label} {why}. Fix: repair the plugin, or its options.") from error
 
-    def check_options(self, entry: Entry, options: Mapping[str, Any]) -> None:
+    def check_options(self, entry: Entry, options: Mapping[str, Any]) -> None:  # Any: a plugin's options
         """Compare options with the constructor's signature, for implementations without a config class. Raises
         PluginError."""
         try:

@@ -18,7 +18,7 @@ CONFIG_EXIT, MACHINE_EXIT = 2, 3
 class Commands(click.Group):
     """A group whose errors are one line each; the traceback comes with --debug alone."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> Any:  # Any: what the command returns, as click has it
         """Run the command and turn errors of Turnwise into lines and exit codes."""
         try:
             return super().invoke(ctx)
@@ -85,7 +85,7 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
 @click.option("--tag", default=None, help="One block of custom_envs instead of val_env_manager.tags.")
 @click.option("--episodes", type=click.IntRange(min=1), default=None, help="How many tasks, one episode each.")
 @click.option("--json", "as_json", is_flag=True, help="Print the metrics as JSON.")
-def evaluate(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
+def evaluate(config: Path, overrides: tuple[str, ...], **options: Any) -> None:  # Any: click's options, by name
     """Play the evaluation tasks of CONFIG and print the metrics."""
     from turnwise.cli.run import evaluate as run
 
@@ -108,7 +108,7 @@ def evaluate(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
 @click.option(
     "--debug", "in_debugger", is_flag=True, help="One episode on the main thread, no timeouts: breakpoint() works."
 )
-def rollout(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
+def rollout(config: Path, overrides: tuple[str, ...], **options: Any) -> None:  # Any: click's options, by name
     """Play a few episodes of CONFIG and print them turn by turn."""
     from turnwise.cli.run import rollout as run
 
@@ -133,7 +133,7 @@ def rollout(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
     show_default=True,
     help="Memory of one device, in GB.",
 )
-def plan(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
+def plan(config: Path, overrides: tuple[str, ...], **options: Any) -> None:  # Any: click's options, by name
     """Print the arithmetic of CONFIG: updates, learning rates, tokens, memory, disk, warnings. Needs no engine, device
     or weights."""
     from turnwise.cli.run import plan as run

@@ -16,6 +16,7 @@ _PLAIN = (int, float, bool, str, type(None), FilePath)
 _SHAPES = (list, tuple, set, frozenset, Sequence, dict, Mapping)
 
 
+# Any: an environment's options are its own
 def mistyped(target: Callable[..., Any], options: Mapping[str, Any]) -> list[Problem]:
     """What is of another type than its parameter's annotation, and where. An annotation that YAML cannot express, or
     that cannot be read, allows everything; null may be written where it is the default."""

@@ -28,10 +28,11 @@ Problem = tuple[Path, str]
 class WrongTypeError(ValueError):
     """A value of another type than the key's."""
 
-    def __init__(self, value: Any, needed: str, fix: str = "") -> None:
+    def __init__(self, value: Any, needed: str, fix: str = "") -> None:  # Any: what a file held
         super().__init__(f"{value!r} is {_kind(value)}, {needed} is needed.{fix or _fix(value, needed)}")
 
 
+# Any: a class of a configuration, and what a file held for it
 def structure(cls: Any, value: Any) -> tuple[Any, list[Problem]]:
     """`value` as `cls`, and no problem; or None and every problem."""
     try:
@@ -43,7 +44,7 @@ def structure(cls: Any, value: Any) -> tuple[Any, list[Problem]]:
         return None, _problems(failure.error, ())
 
 
-def describe(annotation: Any) -> str:
+def describe(annotation: Any) -> str:  # Any: an annotation is no class of its own
     """A type in words, for a message."""
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation in _WORDS:
@@ -338,7 +339,7 @@ def to_plain(config: RunConfig) -> Data:
     return whole
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any) -> Any:  # Any: YAML's data
     """Any part of a configuration as plain data."""
     if isinstance(value, Choice):
         options = plain(value.config) if attrs.has(type(value.config)) else {}

@@ -21,7 +21,7 @@ SHORTEST = 8
 """Characters of a value that is looked for in every text: a shorter one may be a word."""
 
 
-def without_secrets(plain: Any) -> Any:
+def without_secrets(plain: Any) -> Any:  # Any: YAML's data
     """A copy of plain data with `***` in place of every text under a key that names a secret, of passwords in
     addresses, and of the values of environment variables that name a secret, wherever they stand. References `${…}`
     stay: they hold no value."""

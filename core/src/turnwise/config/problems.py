@@ -185,7 +185,7 @@ def masked(text: str, secrets: Mapping[str, str]) -> str:
     return text
 
 
-def at(data: Any, path: Path, default: Any = None) -> Any:
+def at(data: Any, path: Path, default: Any = None) -> Any:  # Any: YAML's data
     """The value at `path` in plain data, or `default`."""
     for part in path:
         listed = isinstance(data, list) and isinstance(part, int) and -len(data) <= part < len(data)

@@ -24,6 +24,7 @@ ROLES = {
 MANAGERS = ("train_env_manager", "val_env_manager")
 
 
+# Any: an attrs field, which its class declares with its own type
 def key(default: Any, doc: str, within: Range | FileName | None = None) -> Any:
     """A configuration key: its default, its line in the reference, and the range of its values."""
     metadata = {"doc": doc, RANGE: within}
@@ -32,6 +33,7 @@ def key(default: Any, doc: str, within: Range | FileName | None = None) -> Any:
     return field(default=default, metadata=metadata)
 
 
+# Any: an attrs field, which its class declares with its own type
 def required(doc: str, within: Range | None = None) -> Any:
     """A configuration key without a default."""
     return field(metadata={"doc": doc, RANGE: within})

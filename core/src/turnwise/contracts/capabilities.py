@@ -30,7 +30,7 @@ class Capabilities:
 class ChecksRun(Protocol):
     """A config class that judges its options together with the rest of the run."""
 
-    def check(self, run: Any) -> Iterable[Problem]:
+    def check(self, run: Any) -> Iterable[Problem]:  # Any: a RunConfig, which stands above the contracts
         """What is wrong, or has no effect, in `run` (turnwise.config.schema.RunConfig, which no contract may import):
         `path` is dotted from the options' own block on, or begins with `$.` and is dotted from the root. Called
         whenever the configuration is read, so it is arithmetic."""

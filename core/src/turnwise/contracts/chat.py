@@ -26,7 +26,7 @@ class Chat(Protocol):
     stop_ids: tuple[int, ...]
     """Token ids that end an assistant's turn."""
 
-    def with_args(self, args: Mapping[str, Any]) -> Chat:
+    def with_args(self, args: Mapping[str, Any]) -> Chat:  # Any: what the model's template reads
         """The same format with further arguments for its template, such as `enable_thinking`, in `render` and `extend`
         alike; itself without any. Raises ConfigError for one that the template does not read."""
         ...
@@ -36,7 +36,7 @@ class Chat(Protocol):
         messages: Sequence[Message],
         images: Sequence[np.ndarray] = (),
         tools: Sequence[dict[str, Any]] | None = None,
-    ) -> np.ndarray:
+    ) -> np.ndarray:  # Any: JSON schemas of tools
         """int32 ids of the conversation, ending with the header of the assistant's turn to come."""
         ...
 

@@ -63,6 +63,7 @@ class Environment(Protocol):
     EnvironmentCapabilities.
     """
 
+    # Any: Gymnasium's options
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         """Start an episode. The same seed (0 ≤ seed < 2**32) gives the same episode for the same actions; global random
         state is not touched."""

@@ -63,6 +63,7 @@ class LossCapabilities(Capabilities):
 class PolicyLoss(Protocol):
     """Built as `Loss(config, context)`. What the pipeline should know of it, it declares as LossCapabilities."""
 
+    # Any: tensors of the strategy's framework, which the core does not import
     def loss(self, view: LossView) -> tuple[Any, Mapping[str, Any]]:
         """(loss per token [R] with gradient, metrics per token: name → [R], detached)."""
         ...

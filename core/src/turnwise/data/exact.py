@@ -74,7 +74,7 @@ class _Writer:
         return {kind: [array.dtype.str, list(array.shape), start, len(self.buffer) - start]}
 
 
-def encode(value: Any) -> tuple[bytes, bytes]:
+def encode(value: Any) -> tuple[bytes, bytes]:  # Any: plain data of any shape
     """(JSON text, bytes of the arrays) of plain data, arrays, trajectories, turns and samples. Raises TypeError for
     anything else.
 
@@ -85,7 +85,7 @@ def encode(value: Any) -> tuple[bytes, bytes]:
     return text, bytes(writer.buffer)
 
 
-def decode(text: bytes, buffer: bytes) -> Any:
+def decode(text: bytes, buffer: bytes) -> Any:  # Any: plain data of any shape
     """Undo `encode`. Raises ValueError for text that it did not write."""
     try:
         return _decoded(json.loads(text), buffer)

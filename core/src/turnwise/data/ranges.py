@@ -57,6 +57,7 @@ SEED = Range("at least 0 and below 2^63", least=0, below=2**63)
 PATH = FileName()
 
 
+# Any: a configuration class, and paths and values within it
 def faults(config: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any, str]]:
     """(path, value, what is wrong) of every value below `config` that is outside the range stated beside its field."""
     if attrs.has(type(config)):

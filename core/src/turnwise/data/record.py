@@ -11,7 +11,7 @@ import numpy as np
 from turnwise.data.trajectory import Trajectory, Turn
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any) -> Any:  # Any: JSON
     """`value` as JSON data: numbers that JSON lacks (NaN, infinities) become null, arrays of two or more axes their
     shape, flat arrays lists, unknown objects their repr."""
     if value is None or isinstance(value, str | bool | int):
@@ -30,7 +30,7 @@ def plain(value: Any) -> Any:
     return repr(value)
 
 
-def turn_record(turn: Turn) -> dict[str, Any]:
+def turn_record(turn: Turn) -> dict[str, Any]:  # Any: JSON
     """One turn; per-token lists run over `response_ids`."""
     return {
         "text": turn.text,
@@ -48,7 +48,7 @@ def turn_record(turn: Turn) -> dict[str, Any]:
     }
 
 
-def trajectory_record(step: int, trajectory: Trajectory) -> dict[str, Any]:
+def trajectory_record(step: int, trajectory: Trajectory) -> dict[str, Any]:  # Any: JSON
     """One trajectory; `step` comes first, so that a reader can choose lines without parsing them."""
     return {
         "step": step,

@@ -11,12 +11,12 @@ StopReason = Literal["terminated", "truncated", "length", "turns"]
 """Why a trajectory ended: the environment's end, the environment's time limit, no room for another token, the turn limit of the tag."""
 
 
-def int32(values: Any) -> np.ndarray:
+def int32(values: Any) -> np.ndarray:  # Any: whatever numpy takes
     """A contiguous int32 array (token ids, versions)."""
     return np.ascontiguousarray(values, dtype=np.int32)
 
 
-def float32(values: Any) -> np.ndarray:
+def float32(values: Any) -> np.ndarray:  # Any: whatever numpy takes
     """A contiguous float32 array (log-probs, rewards)."""
     return np.ascontiguousarray(values, dtype=np.float32)
 

@@ -30,6 +30,7 @@ class Pipeline:
     """One training run. `base` is the folder of the YAML, `plain` the resolved configuration for loggers and
     checkpoints."""
 
+    # Any: the configuration as it was written
     def __init__(self, config: RunConfig, base: Path, plain: Mapping[str, Any]) -> None:
         self.config = assembly.with_seed_files(config, base)
         self.base = base

@@ -266,12 +266,14 @@ def runtime(config: RunConfig, base: Path) -> Runtime:
     return built
 
 
+# Any: the configuration as it was written
 def loggers(config: RunConfig, plain: Mapping[str, Any]) -> list[tuple[str, Logger]]:
     """The chosen loggers in the YAML's order, with their names."""
     context = logger_context(config, plain)
     return [(choice.name, build("logger", choice, context)) for choice in config.track_with]
 
 
+# Any: the configuration as it was written
 def logger_context(config: RunConfig, plain: Mapping[str, Any]) -> LoggerContext:
     """What every logger is built with; a configuration may go to a service, so it has no secrets."""
     return LoggerContext(

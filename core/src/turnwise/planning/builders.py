@@ -60,7 +60,7 @@ class PlayerBuilder:
         return player(self.choice, self.seed)
 
 
-def build(kind: str, choice: Choice, context: Any) -> Any:
+def build(kind: str, choice: Choice, context: Any) -> Any:  # Any: an implementation of the kind asked for
     """Build a chosen implementation."""
     return registry().build(kind, choice.name, config_of(choice), context)
 
@@ -71,6 +71,6 @@ def player(choice: Choice, seed: int) -> InferenceBackend:
     return backend
 
 
-def config_of(choice: Choice) -> Any:
+def config_of(choice: Choice) -> Any:  # Any: the implementation's config class
     """The structured config of a choice, or its plain options where the implementation has no config class."""
     return choice.config if choice.config is not None else (choice.options or None)

@@ -18,6 +18,7 @@ LIBRARIES = 600_000_000
 STATE = ("weights", "gradients", "optimizer")
 
 
+# Any: lines of the plan, as --json prints them
 def peak(config: RunConfig, lines: list[dict[str, Any]], batch: Mapping[str, int]) -> dict[str, Any] | None:
     """The most bytes that the run's process holds, and the role and phase in which it does; `lines` and `batch`: of
     `estimates`. None for a run that uses GPUs, or several processes."""
@@ -51,7 +52,7 @@ def available() -> int | None:
         return None
 
 
-def warning(config: RunConfig, found: Mapping[str, Any] | None) -> list[str]:
+def warning(config: RunConfig, found: Mapping[str, Any] | None) -> list[str]:  # Any: a line of the plan
     """What does not fit this machine, with the keys to turn."""
     free = available()
     if found is None or free is None or found["total"] <= free:

@@ -159,7 +159,7 @@ def memory(config: RunConfig, facts: ModelFacts, device: int) -> list[Values]:
     return out
 
 
-def total(line: Mapping[str, Any]) -> int:
+def total(line: Mapping[str, Any]) -> int:  # Any: a line of the plan
     """The bytes that a role's parts come to."""
     return sum(line.get(part, 0) for part in PARTS)
 

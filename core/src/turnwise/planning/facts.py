@@ -97,7 +97,7 @@ class ModelFacts:
         return tokens * inside * width + 4 * written * self.heads * scores
 
 
-def find_config(pretrain: Any, base: Path) -> Path | None:
+def find_config(pretrain: Any, base: Path) -> Path | None:  # Any: a path, an id or a recipe
     """The config.json of `pretrain`: in its folder (also beside the YAML), else among the facts that ship in
     examples/models, by the model's name."""
     if not isinstance(pretrain, str):

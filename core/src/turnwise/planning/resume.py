@@ -194,6 +194,7 @@ def _rate(args: TrainingArgs, max_steps: int, step: int) -> float:
     return learning_rate(args.learning_rate, schedule_of(args, max_steps), step, 0, 1, max_steps)
 
 
+# Any: two configurations as they were written
 def differences_ahead(before: Mapping[str, Any], now: Mapping[str, Any], queued: bool) -> list[str]:
     """What other settings mean for episodes that are played ahead of the weights, one line each. `queued`: whether the
     checkpoint holds any."""

@@ -33,6 +33,7 @@ class Host(ABC):
     `lost`: nothing is called on it again.
     """
 
+    # Any: an environment, which has Gymnasium's methods
     def __init__(self, tag: str, build: Callable[[], Any], sweeper: Sweeper) -> None:
         self.tag = tag
         self.build = build
@@ -40,6 +41,7 @@ class Host(ABC):
         self.built = False
         self.lost = False
 
+    # Any: what the environment takes and gives
     async def call(self, method: str, timeout: float, **arguments: Any) -> Any:
         """Run `start` (of a process), `build`, `reset`, `step`, `render` or `close` and return its result.
 
@@ -147,6 +149,7 @@ class ThreadHost(Host):
     When a call hangs, the thread is abandoned: it closes its environment and ends if the call ever returns.
     """
 
+    # Any: an environment, which has Gymnasium's methods
     def __init__(self, tag: str, build: Callable[[], Any], sweeper: Sweeper) -> None:
         super().__init__(tag, build, sweeper)
         self._jobs: SimpleQueue[Any] = SimpleQueue()

@@ -34,6 +34,7 @@ class RemoteTracebackError(Exception):
 # Any: arguments and results of a stranger's methods.
 
 
+# Any: what the environment takes and gives
 def invoke(environment: Any, method: str, arguments: dict[str, Any]) -> Any:
     """Call a method of an environment; `render` and `close` are optional and give None where they do not exist."""
     if method == "step":
@@ -50,7 +51,7 @@ class ProcessEnvironment:
     What fails in the process, and its death, raise CallError, chained to the process's traceback where there is one.
     """
 
-    def __init__(self, build: Callable[[], Any]) -> None:
+    def __init__(self, build: Callable[[], Any]) -> None:  # Any: an environment, which has Gymnasium's methods
         # Not fork: a child of a process with threads and GPUs would inherit their locks, held by nobody.
         context = multiprocessing.get_context("spawn")
         self._pipe, self._remote = context.Pipe()
@@ -77,15 +78,15 @@ class ProcessEnvironment:
         """Build the environment there."""
         self._ask("build", {})
 
-    def reset(self, **arguments: Any) -> Any:
+    def reset(self, **arguments: Any) -> Any:  # Any: what the environment takes and gives
         """The environment's `reset`."""
         return self._ask("reset", arguments)
 
-    def step(self, action: str, response: Response | None = None) -> Any:
+    def step(self, action: str, response: Response | None = None) -> Any:  # Any: what the environment gives
         """The environment's `step`."""
         return self._ask("step", {"action": action, "response": response})
 
-    def render(self) -> Any:
+    def render(self) -> Any:  # Any: what the environment gives
         """The environment's `render`, None where it has none."""
         return self._ask("render", {})
 

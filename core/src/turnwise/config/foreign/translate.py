@@ -33,11 +33,11 @@ class Edit:
         """Take the key out."""
         at(self.data, self.path[:-1]).pop(self.path[-1], None)
 
-    def get(self, *path: Any) -> Any:
+    def get(self, *path: Any) -> Any:  # Any: what a file held
         """The value at a path, or NOTHING."""
         return at(self.data, path, NOTHING)
 
-    def put(self, path: Path, value: Any) -> bool:
+    def put(self, path: Path, value: Any) -> bool:  # Any: what a file held
         """Write a value that comes from this key; False (and an error) when another value stands there."""
         block: Any = self.data
         for part in path[:-1]:
@@ -108,7 +108,7 @@ def alias(names: Mapping[str, str]) -> Action:
     return action
 
 
-def ignore(*harmless: Any, fix: str = "") -> Action:
+def ignore(*harmless: Any, fix: str = "") -> Action:  # Any: values of a YAML
     """The key does not apply: a warning. With `harmless`, any other value is refused."""
 
     def action(edit: Edit) -> None:
@@ -121,7 +121,7 @@ def ignore(*harmless: Any, fix: str = "") -> Action:
     return action
 
 
-def later(*off: Any, keep: bool = True) -> Action:
+def later(*off: Any, keep: bool = True) -> Action:  # Any: values of a YAML
     """A feature that this version lacks: refused unless it is switched off. `keep` False: the schema has no such
     key."""
 
@@ -141,7 +141,7 @@ def later(*off: Any, keep: bool = True) -> Action:
     return action
 
 
-def matches(data: Any, parts: tuple[str, ...], path: Path = ()) -> Iterator[Path]:
+def matches(data: Any, parts: tuple[str, ...], path: Path = ()) -> Iterator[Path]:  # Any: a YAML's data
     """The paths of `data` that a rule's key names."""
     if not parts:
         yield path

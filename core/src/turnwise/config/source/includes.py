@@ -114,7 +114,7 @@ def _shown(where: str, target: str, path: FilePath) -> str:
     return str(folder / path.name) if same else str(folder / FilePath(target).parent / path.name)
 
 
-def presets(registry: Registry) -> dict[str, dict[str, Any]]:
+def presets(registry: Registry) -> dict[str, dict[str, Any]]:  # Any: a plugin's options
     """The option sets by name that installed strategies ship."""
     return {
         name: options

@@ -230,12 +230,12 @@ def _blocked(config: DictConfig, path: Path) -> str:
     return ""
 
 
-def in_plain(config: DictConfig) -> Any:
+def in_plain(config: DictConfig) -> Any:  # Any: YAML's data
     """As dicts and lists, with `${…}` as it is written."""
     return OmegaConf.to_container(config, resolve=False)
 
 
-def add_presets(merged: Merged, known: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def add_presets(merged: Merged, known: Mapping[str, Mapping[str, Any]]) -> list[str]:  # Any: a plugin's options
     """Presets that some `${…}` names and that no key defines become keys; their names."""
     added = [name for name in sorted(merged.reads) if name in known and name not in merged.config]
     for name in added:

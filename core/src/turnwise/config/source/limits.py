@@ -21,7 +21,7 @@ LARGEST_NUMBER = 10**300
 """Whole numbers below fit a float, and can be shown."""
 
 
-def refusal(value: Any) -> str:
+def refusal(value: Any) -> str:  # Any: a YAML's data
     """Why a single value can stand nowhere in a configuration, with the fix; the empty string where it can."""
     if isinstance(value, str):
         if "\0" in value:

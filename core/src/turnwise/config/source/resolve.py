@@ -266,7 +266,7 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, inner), default=0)
 
 
-def escaped(value: Any) -> Any:
+def escaped(value: Any) -> Any:  # Any: YAML's data
     """A copy in which text that looks like `${…}` stays text."""
     if isinstance(value, dict):
         return {k: escaped(v) for k, v in value.items()}

@@ -133,7 +133,7 @@ def read_yaml(file: FilePath, name: str) -> YamlFile:
     return found
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:  # Any: YAML's data
     """The value of an override, by the same rules as in a file; the empty text is null. Raises yaml.YAMLError."""
     # Its lines are of no use: an override is named by its own text.
     holder = YamlFile("override")
