@@ -77,7 +77,6 @@ def whole_study(options: argparse.Namespace) -> int:
 
 
 # ---- the main job
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def train(seed: int, folder: Path) -> dict[str, float]:

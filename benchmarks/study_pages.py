@@ -51,7 +51,6 @@ def into(page: Path, mark: str, text: str) -> None:
 
 
 # ---- FrozenLake
-# -------------------------------------------------------------------------------------------------------------------------------
 
 
 def lake_tables(lines: Iterable[Line]) -> str:
@@ -137,7 +136,6 @@ def reached(found: Mapping[tuple[str, str], Sequence[Line]], seeds: Sequence[int
 
 
 # ---- Sokoban
-# ----------------------------------------------------------------------------------------------------------------------------------
 
 
 def sokoban_table(lines: Iterable[Line]) -> str:
@@ -176,7 +174,6 @@ def sokoban_table(lines: Iterable[Line]) -> str:
 
 
 # ---- numbers
-# ----------------------------------------------------------------------------------------------------------------------------------
 
 
 def final(line: Line) -> float:
@@ -224,7 +221,6 @@ def _ordered(found: Mapping[tuple[str, str], Any]) -> list[tuple[str, str]]:
 
 
 # ---- pictures
-# ---------------------------------------------------------------------------------------------------------------------------------
 
 
 def draw(lines: Sequence[Line], images: Path) -> None:

@@ -135,7 +135,6 @@ def _finished(env: str, config: dict[str, Any], cut: str, estimator: str, seed: 
 
 
 # ---- running
-# ----------------------------------------------------------------------------------------------------------------------------------
 
 
 def finished(work: Path) -> dict[tuple[str, str], dict[str, Any]]:
