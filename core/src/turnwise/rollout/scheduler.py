@@ -71,6 +71,7 @@ class Scheduler:
         Raises EngineError (the backend failed or did not answer), or EnvironmentFailure past `max_env_failure_rate`.
         """
         assert not self.settings.evaluation, "next_batch belongs to training"
+        assert version <= step, "a step is trained before the weights that it makes are published"
         self.buffer.forget(step)
         for ahead in range(step, version + self.settings.async_generation_ratio + 1):
             if ahead not in self.buffer:

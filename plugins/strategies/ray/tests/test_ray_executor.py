@@ -52,7 +52,7 @@ async def prepared(runtime: Any, trainer: Any, sampler: Any) -> Any:
 async def batch(executor: Any, plans: list[TagPlan], settings: RolloutSettings, backend: Any) -> RolloutResult:
     scheduler = Scheduler(plans, settings, backend, FakeChat(), executor)
     try:
-        return await (scheduler.evaluate(render=2) if settings.evaluation else scheduler.next_batch(0, version=1))
+        return await (scheduler.evaluate(render=2) if settings.evaluation else scheduler.next_batch(0, version=0))
     finally:
         await scheduler.close()
 
