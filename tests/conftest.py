@@ -21,7 +21,7 @@ from turnwise.plugins import reset_registry
 from turnwise.testing.runs import FAKES, LAKE, written
 
 AT = Path(__file__).with_name("at.py")
-IDLE = re.compile(r"In the last step the trainer was idle.*\n")
+IDLE = re.compile(r"While there was a batch to play ahead, the trainer was idle.*\n")
 """What time makes of a report."""
 UNTIMED = ("time/", "tps/", "system/", "async/groups/", "resume/")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -259,6 +260,19 @@ def test_what_plays_ahead_tells_its_groups_and_who_waits_for_whom(toy: Toy) -> N
     assert out["time/trainer_idle"] == out["time/rollout"] >= 0.05
     assert 0.04 <= out["time/sampler_idle"] <= out["time/step"]
     assert out["time/publish"] == out["time/sync"]
+
+
+@pytest.mark.parametrize(("ratio", "counted"), [(1, [0, 1, 2]), (2, [0, 1])])
+def test_the_report_counts_the_steps_beside_which_another_is_played(toy: Toy, ratio: int, counted: list[int]) -> None:
+    rooms = Rooms(every=100)
+    rooms.ahead = {"async/groups/waiting": 1.0}
+    run = loop(toy, rooms, max_steps=4, async_generation_ratio=ratio)
+    noted: list[float] = []
+    rooms.worked = lambda: noted.append(run.progress.history.waits.get("time/step", 0.0)) or 0.0  # type: ignore
+    asyncio.run(run.run(0))
+    # Asked in every step before it is noted: the sum grows by a step that counts.
+    grown = [step for step, (a, b) in enumerate(pairwise([*noted, run.progress.history.waits["time/step"]])) if b > a]
+    assert grown == counted
 
 
 def test_a_role_that_goes_ends_the_wait_for_what_plays_ahead(toy: Toy) -> None:

@@ -298,12 +298,31 @@ def test_the_history_travels_through_json() -> None:
 @pytest.mark.parametrize(
     ("trainer", "sampler", "expected"),
     [
-        (0.5, 0.05, "trainer was idle for 50%, the sampler for 5%. The trainer waits: more sampling engines"),
-        (0.0, 0.3, "trainer was idle for 0%, the sampler for 30%. The sampler waits: the trainer is the slower side"),
+        (
+            0.5,
+            0.05,
+            "trainer was idle for 50% of the time, the sampler for 5%. The trainer waits: more sampling engines",
+        ),
+        (
+            0.0,
+            0.3,
+            "trainer was idle for 0% of the time, the sampler for 30%. The sampler waits: the trainer is the slower side",
+        ),
         (0.05, 0.05, "the sampler for 5%."),
     ],
 )
 def test_the_report_says_which_side_waits(trainer: float, sampler: float, expected: str) -> None:
     last = {"time/step": 10.0, "time/trainer_idle": 10 * trainer, "time/sampler_idle": 10 * sampler}
     assert expected in report.who_waits(last)
-    assert report.who_waits({"time/step": 10.0}) == ""
+    assert report.who_waits({}) == ""
+
+
+def test_steps_after_which_nothing_is_played_say_nothing_of_who_waits(tmp_path: Path) -> None:
+    history = History()
+    for step, sampler in enumerate((0.0, 1.0, 10.0)):  # max_steps 3, ratio 1: beside the last one nothing plays
+        values = {"time/step": 10.0, "time/trainer_idle": 5.0, "time/sampler_idle": sampler}
+        history.note(values, ahead=step + 1 < 3)
+    history.note({"val/x": 1.0}, ahead=True)
+    assert history.waits == {"time/step": 20.0, "time/trainer_idle": 10.0, "time/sampler_idle": 1.0}
+    text = report.write(tmp_path, CONFIG, History.from_plain(json.loads(json.dumps(history.to_plain()))), None)
+    assert "the trainer was idle for 50% of the time, the sampler for 5%. The trainer waits" in text

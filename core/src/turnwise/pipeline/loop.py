@@ -145,7 +145,9 @@ class Loop:
         """Close the step's metrics: `values` gets what the clock and the system add, and the loggers get it at
         `logging_steps`."""
         values |= {f"time/{name}": seconds for name, seconds in self.clock.take().items()} | metrics.system_metrics()
-        self.progress.history.note(values)
+        # The last steps have none after them, and the sampler nothing to do.
+        ahead = step + self.config.async_generation_ratio < self.config.max_steps
+        self.progress.history.note(values, ahead=ahead)
         self.logged = step + 1
         if step % self.config.logging_steps == 0 or step >= self.config.max_steps - 1 or self.evaluation.due(step):
             self.tracking.scalars(step, values)

@@ -22,7 +22,8 @@ WIDTH = 60
 ROWS = 9
 """Lines of its table."""
 BALANCED = 0.1
-"""Share of a step for which a side may wait without a word on what to turn."""
+"""Share of the time for which a side may wait without a word on what to turn."""
+WAITS = ("time/step", "time/trainer_idle", "time/sampler_idle")
 
 
 @define
@@ -36,12 +37,16 @@ class History:
     """The first value of every metric."""
     rates: dict[int, list[float]] = field(factory=dict)
     """Pipeline step → number of updates, learning rate of the first and of the last of them."""
+    waits: dict[str, float] = field(factory=dict)
+    """Sums of WAITS over the steps in which both sides of asynchronous training had work."""
 
-    def note(self, values: Mapping[str, float]) -> None:
-        """The metrics of a step."""
+    def note(self, values: Mapping[str, float], *, ahead: bool = False) -> None:
+        """The metrics of a step. `ahead`: there was a later one to play meanwhile."""
         # The older value wins: a metric may appear later than the first step.
         self.first = {**values, **self.first}
         self.last.update(values)
+        if ahead and "time/trainer_idle" in values:
+            self.waits = {name: self.waits.get(name, 0.0) + values.get(name, 0.0) for name in WAITS}
 
     def trained(self, step: int, rates: Sequence[float]) -> None:
         """The learning rates of a step's updates; of a step without one nothing is kept."""
@@ -56,6 +61,7 @@ class History:
             "last": self.last,
             "first": self.first,
             "rates": {str(k): v for k, v in self.rates.items()},
+            "waits": self.waits,
         }
 
     @classmethod
@@ -67,6 +73,7 @@ class History:
             last=dict(data["last"]),
             first=dict(data.get("first", {})),
             rates={int(k): list(v) for k, v in data.get("rates", {}).items()},
+            waits=dict(data.get("waits", {})),
         )
 
 
@@ -78,7 +85,7 @@ def write(folder: Path, config: RunConfig, history: History, saved: Path | None)
     if history.rates:
         parts.append(_learning_rate(history.rates))
     parts += [f"![{name}]({name})" for name in _pictures(config)]
-    if waits := who_waits(history.last):
+    if waits := who_waits(history.waits):
         parts.append(waits)
     marks = unhealthy(
         history.last, config, history.first, max((max(r[1:]) for r in history.rates.values()), default=None)
@@ -92,12 +99,16 @@ def write(folder: Path, config: RunConfig, history: History, saved: Path | None)
     return text
 
 
-def who_waits(last: Mapping[str, float]) -> str:
-    """Which side of asynchronous training waited for which in the last step, and what to turn; empty for none."""
-    step, trainer, sampler = (last.get(f"time/{name}", 0.0) for name in ("step", "trainer_idle", "sampler_idle"))
-    if "time/trainer_idle" not in last or not step > 0:
+def who_waits(waits: Mapping[str, float]) -> str:
+    """Which side of asynchronous training waited for which, of the sums of `History.waits`, and what to turn; empty for
+    none."""
+    step, trainer, sampler = (waits.get(name, 0.0) for name in WAITS)
+    if not step > 0:
         return ""
-    shares = f"In the last step the trainer was idle for {min(1.0, trainer / step):.0%}, the sampler for {min(1.0, sampler / step):.0%}."
+    shares = (
+        f"While there was a batch to play ahead, the trainer was idle for {min(1.0, trainer / step):.0%} of the time,"
+        f" the sampler for {min(1.0, sampler / step):.0%}."
+    )
     if max(trainer, sampler) < BALANCED * step:
         return shares
     if trainer > sampler:
