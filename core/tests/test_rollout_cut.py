@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from attrs import evolve
 
-from turnwise.contracts.env_manager import Limits, ManagerContext
+from turnwise.contracts.env_manager import Episode, Limits, ManagerContext, Sampler
 from turnwise.contracts.inference import Request
 from turnwise.contracts.rollout import RolloutResult, RolloutSettings, TagPlan
 from turnwise.data import Generation
 from turnwise.data.exact import decode, encode
-from turnwise.errors import EngineError
+from turnwise.errors import EngineError, PluginError
 from turnwise.rollout import Scheduler
 from turnwise.rollout.gate import Gate
 from turnwise.testing.fakes import FakeChat, FakeEnvironment, FakeEnvManager
@@ -196,13 +196,13 @@ class Unlike(FakeEnvironment):
         return f"{observation} of {Unlike.built}", info
 
 
-async def cut_after(requests: int, build: Callable[[], Any], **options: Any) -> tuple[Any, list[Any], set[Any]]:
-    """The state at a cut in the middle of step 1, what the whole run made of that step, and what was sampled of it."""
+async def cut(build: Callable[[], Any], **options: Any) -> tuple[Any, list[Any], set[Any]]:
+    """The state at a cut after the first turns of step 1, what the whole run made of that step, and what was sampled of it."""
     backend = Batching()
     gone = asyncio.Event()
 
     async def generate(request: Request) -> Generation:
-        if request.order[1] in (2, 3) and len(backend.requests) > requests:
+        if request.order[1] in (2, 3) and request.order[-1] > 0:
             await gone.wait()
         return await Batching.generate(backend, request)
 
@@ -210,8 +210,13 @@ async def cut_after(requests: int, build: Callable[[], Any], **options: Any) -> 
     scheduler = schedule(backend, plan(build, **options))
     backend.live = lambda episodes: None  # type: ignore[method-assign]
     await scheduler.next_batch(0, version=0)
-    await asyncio.sleep(0.1)
-    state = decode(*encode(scheduler.state(1)))
+    state, asked = scheduler.state(1), -1
+    # Until each of the four has its first turn behind it: an answer is recorded a moment after it was given.
+    while sum(len(group.get("records", ())) for group in state["queue"]) < 4 or asked != len(backend.requests):
+        asked = len(backend.requests)
+        await asyncio.sleep(0.05)
+        state = scheduler.state(1)
+    state = decode(*encode(state))
     sampled = {request.order for request in backend.requests if request.order[1] in (2, 3)}
     gone.set()
     whole = played(await scheduler.next_batch(1, version=1))
@@ -221,7 +226,7 @@ async def cut_after(requests: int, build: Callable[[], Any], **options: Any) -> 
 
 def test_an_open_episode_goes_on_from_its_record_and_nothing_is_sampled_twice() -> None:
     async def run() -> None:
-        state, whole, sampled = await cut_after(16, FakeEnvironment)
+        state, whole, sampled = await cut(FakeEnvironment)
         records = [record for group in state["queue"] for record in group.get("records", ())]
         assert records
         backend = Batching()
@@ -243,7 +248,7 @@ def test_an_open_episode_goes_on_from_its_record_and_nothing_is_sampled_twice() 
 @pytest.mark.parametrize(("build", "replayable"), [(Unlike, True), (FakeEnvironment, False)])
 def test_an_episode_that_cannot_be_replayed_starts_anew_as_the_next_attempt(build: Any, replayable: bool) -> None:
     async def run() -> None:
-        state, _, _ = await cut_after(16, build, replayable=replayable)
+        state, _, _ = await cut(build, replayable=replayable)
         records = [record for group in state["queue"] for record in group.get("records", ())]
         backend = Batching()
         backend.live = lambda episodes: None  # type: ignore[method-assign]
@@ -256,5 +261,54 @@ def test_an_episode_that_cannot_be_replayed_starts_anew_as_the_next_attempt(buil
         assert again.gauges()["resume/replayed"] == 0
         assert result.counts["env_failures"] == 0  # it is no fault of the environment
         await again.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+class FailsOnce(FakeEnvironment):
+    """Raises at the first reset with each of `seeds`."""
+
+    seeds: ClassVar[set[int]] = set()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed in FailsOnce.seeds:
+            FailsOnce.seeds.remove(seed)
+            raise RuntimeError("not yet")
+        return super().reset(seed=seed, options=options)
+
+
+def test_an_episode_that_starts_anew_has_all_its_retries() -> None:
+    async def run() -> None:
+        state, _, _ = await cut(FailsOnce, replayable=False)
+        backend = Batching()
+        backend.live = lambda episodes: None  # type: ignore[method-assign]
+        patient = evolve(TURNS, max_env_retries=1)
+        again = schedule(backend, plan(FailsOnce, replayable=False), settings=patient)
+        again.load_state(state)
+        FailsOnce.seeds = {group["identity"][-1] for group in state["queue"] if group["step"] == 1}
+        result = await again.next_batch(1, version=1)
+        assert result.counts["env_failures"] == 2
+        assert (result.counts["dropped_members"], result.counts["episodes"]) == (0, 4)
+        await again.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_turn_that_is_asked_for_twice_is_refused_where_episodes_are_recorded() -> None:
+    class Twice(FakeEnvManager):
+        async def run(self, episode: Episode, sampler: Sampler) -> Any:
+            ids = np.array([1], np.int32)
+            await sampler.generate(turn=0, ids=ids, max_new_tokens=2)
+            await sampler.generate(turn=0, ids=ids, max_new_tokens=2)
+            raise AssertionError("the second call was answered")
+
+    async def run() -> None:
+        backend = Batching()
+        backend.live = lambda episodes: None  # type: ignore[method-assign]
+        twice = evolve(plan(FakeEnvironment), manager=Twice(None, ManagerContext("Toy", 3)))
+        scheduler = schedule(backend, twice)
+        with pytest.raises(PluginError, match=r"asked twice for turn 0.*Fix: number"):
+            await scheduler.next_batch(0, version=0)
+        await scheduler.close()
 
     asyncio.run(asyncio.wait_for(run(), 20))

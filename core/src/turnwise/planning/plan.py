@@ -203,7 +203,7 @@ def render(plan: Values) -> str:
         lines.append(
             (
                 "staleness",
-                f"at most {ahead['steps']} steps; played ahead, {ahead['weight_update'].replace('_', ' ')}: at most"
+                f"at most {ahead['steps']} step{'s' * (ahead['steps'] != 1)}; played ahead, {ahead['weight_update'].replace('_', ' ')}: at most"
                 f" {ahead['groups']:,} groups, {ahead['episodes']:,} trajectories, {ahead['tokens']:,} sampled tokens",
             )
         )

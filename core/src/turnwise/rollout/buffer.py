@@ -36,9 +36,8 @@ class Group:
 
     `outcomes`: by member, what it played, None if it was given up. `attempts`: by member, the number of the attempt
     that it is at, or begins with. `playing`: the members that are in the middle of one. `records`: of the attempts that
-    members are at; those of `resumed` begin with theirs. `counts` and `failures` are the
-    slot's:
-    a replacement goes on with those of the group that it replaces.
+    members are at; those of `resumed` begin with theirs, those of `anew` were cut and begin again. `counts` and
+    `failures` are the slot's: a replacement goes on with those of the group that it replaces.
     """
 
     step: int
@@ -55,6 +54,7 @@ class Group:
     playing: set[int] = field(factory=set)
     records: dict[int, Record] = field(factory=dict)
     resumed: set[int] = field(factory=set)
+    anew: set[int] = field(factory=set)
     counts: Counter[str] = field(factory=Counter)
     failures: list[tuple[Place, str]] = field(factory=list)
 
@@ -305,6 +305,7 @@ class GroupBuffer:
                 group.resumed.add(member)
             else:
                 group.attempts[member] += 1
+                group.anew.add(member)
                 self.restarted += 1
         group.counts = Counter(record["counts"])
         group.failures = [((serial, member, attempt), line) for serial, member, attempt, line in record["failures"]]

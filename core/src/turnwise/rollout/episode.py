@@ -19,7 +19,7 @@ from turnwise.contracts.inference import InferenceBackend, Request
 from turnwise.contracts.rollout import EnvironmentTimeout, Frame, Record, ReplayDiffers, RolloutSettings, TagPlan
 from turnwise.data.exact import encode
 from turnwise.data.trajectory import Generation
-from turnwise.errors import EngineError, EnvironmentFailure, TurnwiseError, one_line
+from turnwise.errors import EngineError, EnvironmentFailure, PluginError, TurnwiseError, one_line
 from turnwise.rollout.gate import Gate
 from turnwise.rollout.hosts import HOSTS, Host
 from turnwise.rollout.seeds import request_seed
@@ -227,7 +227,7 @@ class Requests:
 class EpisodeSampler:
     """The model of one attempt, as its manager sees it (turnwise.contracts.env_manager.Sampler)."""
 
-    __slots__ = ("_attempt", "_member", "_order", "_record", "_requests", "_seed", "_tag", "input")
+    __slots__ = ("_attempt", "_member", "_order", "_record", "_replayed", "_requests", "_seed", "_tag", "input")
 
     def __init__(
         self,
@@ -240,6 +240,8 @@ class EpisodeSampler:
         record: Record | None = None,
     ) -> None:
         self._record = record
+        # What the record holds from now on is this attempt's own.
+        self._replayed = {} if record is None else dict(record.generations)
         self.input: str = requests.backend.input
         self._requests = requests
         self._tag = tag
@@ -258,9 +260,15 @@ class EpisodeSampler:
         max_new_tokens: int,
         actions: tuple[str, ...] = (),
     ) -> Generation:
-        """Sample the response of turn `turn`, or give the one that was sampled. Raises EngineError."""
+        """Sample the response of turn `turn`, or give the one that was sampled. Raises EngineError; PluginError for
+        a turn that was asked for before, where episodes are recorded: one of the two would be lost."""
+        if turn in self._replayed:
+            return self._replayed.pop(turn)
         if self._record is not None and turn in self._record.generations:
-            return self._record.generations[turn]
+            raise PluginError(
+                f"the environment manager of {self._tag} asked twice for turn {turn} of an episode. Fix: number its"
+                " calls of the model 0, 1, 2, …, those of every sampler together"
+            )
         request = Request(
             seed=request_seed(self._seed, self._member, self._attempt, turn),
             args=self._requests.settings.generating_args,

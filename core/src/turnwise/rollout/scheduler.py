@@ -242,8 +242,8 @@ class Scheduler:
         replays = member in group.resumed
         self.replayed += replays
         first = group.attempts.get(member, 0)
-        # A resumed episode has one attempt more: what its environment does not do again is no failure.
-        last = max(self.settings.max_env_retries, first) + replays
+        # A resumed episode has one attempt more: what its environment does not, or cannot, do again is no failure.
+        last = max(self.settings.max_env_retries, first) + (replays or member in group.anew)
         for attempt in range(first, last + 1):
             place = group.begin(member, attempt)
             try:
