@@ -6,15 +6,13 @@ and the fix, never a traceback, a success that is none, a hang, or a word of the
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from attrs import frozen
+from judged import judge_all
+from mutated_yamls import BASE, judge_command
 
 from turnwise.plugins import reset_registry
 
@@ -192,10 +190,7 @@ def broken() -> Iterator[Broken]:
         )
     for name, source in BUILDERS.items():
         for hook in CONSTRUCTED:
-            late = hook in (
-                "loggers",
-                "runtimes",
-            )  # what is built when a run starts, for it opens files and takes devices
+            late = hook in ("loggers", "runtimes")  # built when a run starts: they open files and take devices
             yield Broken(f"{hook}: {name}", given("T", hook, source), hook, fine=late)
     yield Broken("a misspelt hook", hooked("[]", "logers"), "loggers")
     yield Broken("a hook with an argument", f"{HEAD}@turnwise.hookimpl\ndef loggers(x):\n    return []\n", "loggers")
@@ -216,42 +211,15 @@ class T(FakeEstimator):
 """
 
 
-def mutated() -> Any:
-    """The module beside, whose judge this one shares."""
-    spec = importlib.util.spec_from_file_location(
-        "mutated_yamls_of_plugins", Path(__file__).with_name("mutated_yamls.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def judge(one: Broken, judges: Any) -> list[str]:
+def judge(one: Broken) -> list[str]:
     """What should not be, of a plugin in the current folder."""
     Path("mine.py").write_bytes(one.source.encode("utf-8", "surrogatepass"))
-    Path("run.yaml").write_text(judges.BASE, encoding="utf-8")
+    Path("run.yaml").write_text(BASE, encoding="utf-8")
     reset_registry()
     overrides = ("plugins=[turnwise.testing.plugin, ./mine.py]", CHOSEN[one.hook])
-    faults = list(judges.judge_command(["plan", "--json"], overrides, False))
-    return [*faults, *judges.judge_command(["check"], overrides, not one.fine)]
-
-
-def main_by_hand() -> int:
-    """Judge all, print every fault; how many have one."""
-    judges, bad, every = mutated(), 0, list(broken())
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        for one in every:
-            if faults := judge(one, judges):
-                bad += 1
-                print(f"--- {one.name}\n" + "\n".join(faults), flush=True)
-        os.chdir("/")
-    print(f"{len(every)} broken plugins, {bad} with faults")
-    return bad
+    faults = list(judge_command(["plan", "--json"], overrides, False))
+    return [*faults, *judge_command(["check"], overrides, not one.fine)]
 
 
 if __name__ == "__main__":
-    sys.exit(1 if main_by_hand() else 0)
+    sys.exit(1 if judge_all("broken plugins", broken(), judge) else 0)

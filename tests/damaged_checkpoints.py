@@ -6,20 +6,18 @@ traceback, a success that is none, or a hang."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import random
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
+from judged import current, empty, faults_of, judge_all, run
 
 from turnwise.testing.runs import LAKE, written
 
@@ -44,7 +42,6 @@ FILES = (
     "model/chat_template.jinja",
     MANIFEST,
 )
-Run = Callable[[list[str]], tuple[int, str, str, BaseException | None, float]]
 
 
 @frozen
@@ -250,23 +247,17 @@ def damaged() -> Iterator[Damaged]:
 # ---------------------------------------------------------------- the judge
 
 
-def script(name: str) -> Any:
-    """A script beside this file."""
-    spec = importlib.util.spec_from_file_location(f"script_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def whole(folder: Path, run: Run) -> Path:
-    """A run in a new folder, three steps with a checkpoint each."""
+def whole(folder: Path) -> Path:
+    """A run in a new folder, three steps with a checkpoint each, and the metrics of the run that goes on from it."""
     folder.mkdir()
-    os.chdir(folder)
-    Path("run.yaml").write_text(CONFIG)
-    result = run(list(TRAIN))
-    assert result[0] == 0, result
+    with current(folder):
+        Path("run.yaml").write_text(CONFIG)
+        result = run(list(TRAIN))
+        assert result.code == 0, result
+    with tempfile.TemporaryDirectory() as copy, current(Path(copy)):
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        assert run(list(RESUME)).code == 0
+        (folder / "next.json").write_text(json.dumps(_metrics()))
     return folder
 
 
@@ -276,9 +267,8 @@ def _metrics() -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines]
 
 
-def judge(one: Damaged, before: Path, run: Run, faults_of: Any) -> list[str]:
-    """What should not be, of a damaged copy of the run `before` in the current folder, which is left empty. `run`: of
-    mutated_yamls, `faults_of`: of broken_models."""
+def judge(one: Damaged, before: Path) -> list[str]:
+    """What should not be, of a damaged copy of the run `before` in the current folder, which is left empty."""
     for path in before.iterdir():
         shutil.copytree(path, path.name) if path.is_dir() else shutil.copy(path, path.name)
     try:
@@ -286,45 +276,22 @@ def judge(one: Damaged, before: Path, run: Run, faults_of: Any) -> list[str]:
         result = run(list(RESUME))
         faults = list(faults_of("train", result, "checkpoint"))
         trained = len(_metrics()) > 3
-        if one.harmless is not None and one.harmless != (result[0] == 0):
+        if one.harmless is not None and one.harmless != (result.code == 0):
             faults.append(f"refused: {result}" if one.harmless else "success, and it is wrong")
-        if trained != (result[0] == 0):
-            faults.append(f"exit {result[0]}, and it {'trained' if trained else 'did not train'}")
+        if trained != (result.code == 0):
+            faults.append(f"exit {result.code}, and it {'trained' if trained else 'did not train'}")
         if trained and (expected := json.loads(Path("next.json").read_text())) != _metrics():
             faults.append(f"it went on otherwise: {_metrics()[-1]} where the whole one gives {expected[-1]}")
         return faults
     finally:
-        for path in Path().iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def with_expected(before: Path, run: Run) -> Path:
-    """`before`, with the metrics of the run that goes on from it."""
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(before, folder, dirs_exist_ok=True)
-        os.chdir(folder)
-        assert run(list(RESUME))[0] == 0
-        (before / "next.json").write_text(json.dumps(_metrics()))
-        os.chdir(before)
-    return before
+        empty()
 
 
 def main_by_hand() -> int:
     """Judge all, print every fault; how many have one."""
-    run, faults_of = script("mutated_yamls").run, script("broken_models").faults_of
-    bad, every = 0, list(damaged())
     with tempfile.TemporaryDirectory() as folder:
-        before = with_expected(whole(Path(folder) / "before", run), run)
-        (Path(folder) / "run").mkdir()
-        os.chdir(Path(folder) / "run")
-        for one in every:
-            began = time.monotonic()
-            if faults := judge(one, before, run, faults_of):
-                bad += 1
-                print(f"--- {one.name} ({time.monotonic() - began:.1f} s)\n" + "\n".join(faults), flush=True)
-        os.chdir("/")
-    print(f"{len(every)} checkpoints, {bad} with faults")
-    return bad
+        before = whole(Path(folder) / "before")
+        return judge_all("checkpoints", damaged(), partial(judge, before=before))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ construction must be refused. Never a traceback, never a success that is none, n
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
 import sys
 import tempfile
 import time
@@ -20,14 +18,10 @@ from typing import Any
 
 import yaml
 from attrs import frozen
-from click.testing import CliRunner
+from judged import SECONDS, current, run
 
-from turnwise.cli.main import main
 from turnwise.config.foreign.keys import RULES
 from turnwise.plugins import reset_registry
-
-SECONDS = 30
-"""What one command may take, on a machine that does other things as well."""
 
 BASE = """\
 exp_name: fakes
@@ -357,24 +351,6 @@ KINDS: dict[str, Callable[[random.Random], Made]] = {
 }
 
 
-def _ring(*_: Any) -> None:
-    raise KeyboardInterrupt  # which no guard of a stranger's code holds back
-
-
-def run(command: list[str]) -> tuple[int, str, str, BaseException | None, float]:
-    """Exit code, output, errors, what was raised, and the seconds of one command, which is ended after SECONDS."""
-    before = signal.signal(signal.SIGALRM, _ring)
-    signal.alarm(SECONDS)
-    began = time.monotonic()
-    try:
-        result = CliRunner().invoke(main, command)
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-    raised = None if isinstance(result.exception, SystemExit) else result.exception
-    return result.exit_code, result.stdout, result.stderr, raised, time.monotonic() - began
-
-
 def judge(mutant: Mutant) -> list[str]:
     """What should not be, of a mutant in the current folder; the folder is left with run.yaml alone."""
     Path("run.yaml").write_bytes(mutant.text.encode("utf-8", "surrogatepass"))
@@ -420,8 +396,7 @@ def main_by_hand(count: int = 3000, seed: int = 0) -> int:
     """Judge `count` mutants, print every fault and a table; how many have one."""
     bad = dict.fromkeys(KINDS, 0)
     slowest = 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
+    with tempfile.TemporaryDirectory() as folder, current(Path(folder)):
         for mutant in mutants(count, seed):
             began = time.monotonic()
             reset_registry()
@@ -430,7 +405,6 @@ def main_by_hand(count: int = 3000, seed: int = 0) -> int:
             if faults:
                 bad[mutant.kind] += 1
                 print(f"--- {mutant.number} {mutant.kind} {mutant.overrides}\n" + "\n".join(faults), flush=True)
-        os.chdir("/")
     print(
         f"{count} mutants, {sum(bad.values())} with faults, the slowest {slowest:.1f} s:",
         {k: n for k, n in bad.items() if n},

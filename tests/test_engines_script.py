@@ -3,18 +3,10 @@ distribution."""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
+import engines as script
 import pytest
-
-spec = importlib.util.spec_from_file_location("engines_script", Path(__file__).with_name("engines.py"))
-assert spec is not None
-assert spec.loader is not None
-script: Any = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
 
 
 def test_an_engine_that_cannot_be_imported_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

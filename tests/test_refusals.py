@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mutated_yamls
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -18,13 +17,6 @@ from turnwise.cli.main import main
 from turnwise.plugins import reset_registry
 
 ROOT = Path(__file__).resolve().parent.parent
-_SPEC = importlib.util.spec_from_file_location("script_refused_yamls", Path(__file__).with_name("mutated_yamls.py"))
-assert _SPEC is not None
-assert _SPEC.loader is not None
-YAMLS: Any = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = YAMLS
-_SPEC.loader.exec_module(YAMLS)
-
 ONES = "actor_train.training_args"
 INFER = "actor_infer.generating_args"
 SCHEDULE = f"{ONES}.lr_scheduler_type"
@@ -102,7 +94,7 @@ def lines(text: str, *overrides: str) -> tuple[int, list[str]]:
 
 def changed(changes: dict[str, Any]) -> str:
     """The base with values as YAML writes them; a change of a name drops its options."""
-    data = yaml.safe_load(YAMLS.BASE)
+    data = yaml.safe_load(mutated_yamls.BASE)
     for key, value in changes.items():
         *path, last = key.split(".")
         holder = data
@@ -135,7 +127,7 @@ def test_a_refusal_says_what_is_wrong_where_and_what_to_do(changes: dict[str, An
     ],
 )
 def test_an_override_is_blamed_for_what_it_brings(override: str, words: str) -> None:
-    code, found = lines(YAMLS.BASE, override)
+    code, found = lines(mutated_yamls.BASE, override)
     assert code == 2
     assert [line for line in found if words in line], found
     for line in found:
@@ -144,7 +136,7 @@ def test_an_override_is_blamed_for_what_it_brings(override: str, words: str) -> 
 
 
 def test_the_octal_number_of_yaml_is_a_number() -> None:
-    code, found = lines(YAMLS.BASE.replace("seed: 1\n", "seed: 0o17\n"))
+    code, found = lines(mutated_yamls.BASE.replace("seed: 1\n", "seed: 0o17\n"))
     assert (code, found) == (0, [])
 
 
