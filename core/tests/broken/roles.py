@@ -3,6 +3,7 @@ which contract tests must notice."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from turnwise.contracts.chat import Message
 from turnwise.contracts.inference import Request
 from turnwise.contracts.train import Offer
 from turnwise.data.rows import Rows, Update, UpdateResult
-from turnwise.data.trajectory import Generation
+from turnwise.data.trajectory import Generation, int32
 from turnwise.testing import fixtures
 from turnwise.testing.fakes import (
     FakeBackend,
@@ -48,6 +49,15 @@ class CountsRequests(FakeBackend):
 class NeverPauses(FakeBackend):
     async def pause(self) -> None:
         pass
+
+
+class StampsTheNewest(FakeBackend):
+    async def generate(self, request: Request) -> Generation:
+        answer = await super().generate(request)
+        # Weights come meanwhile, and what was sampled with the old ones is called theirs.
+        await asyncio.sleep(0.02)
+        assert answer.ids is not None
+        return evolve(answer, versions=int32([self._version] * len(answer.ids)))
 
 
 class ColdStrategy(FakeStrategy):
@@ -138,7 +148,7 @@ class OpenSource(FakeModelSource):
 
 @hookimpl
 def inference_backends() -> list[Implementation]:
-    made = (IgnoresTheTemperature, KeepsItsVersion, CountsRequests, NeverPauses)
+    made = (IgnoresTheTemperature, KeepsItsVersion, CountsRequests, NeverPauses, StampsTheNewest)
     return [
         Implementation(c.__name__, c, config="turnwise.testing.fakes:FakeBackendConfig", fixtures=fixtures.backend)
         for c in made

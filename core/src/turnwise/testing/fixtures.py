@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +16,8 @@ from turnwise.data.trajectory import float32
 from turnwise.testing.fake_model import VOCABULARY, FakeChat, initial_weights, log_softmax, save_model
 
 
-def _reference_logprobs(ids: np.ndarray, temperature: float) -> np.ndarray:
-    weights = initial_weights()
+def _reference_logprobs(ids: np.ndarray, temperature: float, seed: int = 0) -> np.ndarray:
+    weights = initial_weights(seed=seed)
     return float32([log_softmax(weights[a] / temperature)[b] for a, b in pairwise(ids)])
 
 
@@ -25,7 +26,9 @@ def backend() -> dict[str, Any]:
     return {
         "context": InferenceContext(None, FakeChat()),
         "reference_logprobs": _reference_logprobs,
-        "offer": lambda version: Offer("fake", version, {"weights": initial_weights(seed=version)}),
+        "offer": lambda version: Offer("fake", version, {"weights": initial_weights()}),
+        "other_logprobs": functools.partial(_reference_logprobs, seed=1),
+        "other_offer": lambda version: Offer("fake", version, {"weights": initial_weights(seed=1)}),
     }
 
 

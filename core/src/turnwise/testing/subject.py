@@ -23,8 +23,9 @@ class Subject:
     1…n−1 of `ids` int32 [n] by a method that is known to be right (an entry for token 0 may stand before them).
     `vocab_size`: ids below it are valid (64). `atol`: the tolerance of log-probs (1e-3). `lr`: a learning rate that
     moves the weights (1e-3). `request(seed)`: a request for a backend that takes messages. `backend`: a backend that is
-    already built. `offer(version)`: weights for a backend to receive. `pretrain` and `texts`: what a model source
-    prepares, and texts that its chat can write.
+    already built. `offer(version)`: weights for a backend to receive, those of `reference_logprobs`; `other_offer(version)`
+    and `other_logprobs(ids, temperature)`: others, far from them. `pretrain` and `texts`: what a model source prepares,
+    and texts that its chat can write.
     """
 
     def __init__(self, entry: Entry) -> None:

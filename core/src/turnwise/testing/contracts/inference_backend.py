@@ -4,6 +4,7 @@ and closed."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ NEW_TOKENS = 6
 PROMPTS = 4
 # Seconds: the first request may start an engine.
 LONGEST = 120.0
+# Tokens of responses that weights meet on their way, and how many updates come meanwhile at most.
+MANY_TOKENS = 64
+UPDATES = 8
 
 
 def build(implementation: Subject) -> Any:
@@ -38,15 +42,16 @@ def prompts(implementation: Subject) -> list[np.ndarray]:
     return [int32(draw.integers(1, implementation.supplied.get("vocab_size", 64), 3 + k)) for k in range(PROMPTS)]
 
 
-def requests(implementation: Subject, backend: Any, seed: int = 0, temperature: float = TEMPERATURE) -> list[Request]:
+def requests(
+    implementation: Subject, backend: Any, seed: int = 0, temperature: float = TEMPERATURE, tokens: int = NEW_TOKENS
+) -> list[Request]:
     """One request per prompt, or those that the author supplied for a backend that takes messages."""
     if backend.input == "messages":
         make = implementation.need("request")
         return [make(seed + k) for k in range(PROMPTS)]
-    args = GeneratingArgs(max_new_tokens=NEW_TOKENS, temperature=temperature)
+    args = GeneratingArgs(max_new_tokens=tokens, temperature=temperature)
     return [
-        Request(seed + k, args, NEW_TOKENS, order=(0, 0, k, 0, 0), ids=ids)
-        for k, ids in enumerate(prompts(implementation))
+        Request(seed + k, args, tokens, order=(0, 0, k, 0, 0), ids=ids) for k, ids in enumerate(prompts(implementation))
     ]
 
 
@@ -145,6 +150,48 @@ def test_a_weight_update_is_seen_in_the_versions(implementation: Subject, runner
         for answer in ask(runner, backend, requests(implementation, backend)):
             assert answer.versions is not None
             assert set(answer.versions.tolist()) == {version}
+    runner.run(backend.close())
+
+
+def test_weights_that_come_between_two_tokens_sample_the_rest(implementation: Subject, runner: asyncio.Runner) -> None:
+    backend = build(implementation)
+    if not implementation.capabilities(BackendCapabilities).updates_between_tokens:
+        return  # nobody offers it weights while a response is on its way
+    offers = (implementation.need("offer"), implementation.need("other_offer"))
+    references = (implementation.need("reference_logprobs"), implementation.need("other_logprobs"))
+    atol = implementation.supplied.get("atol", 1e-3)
+    asked = requests(implementation, backend, tokens=MANY_TOKENS)
+
+    async def scene() -> list[Generation]:
+        await backend.receive(offers[0](0))
+        begun = time.perf_counter()
+        await answers(backend, asked)
+        share = (time.perf_counter() - begun) / (UPDATES + 1)
+        task = asyncio.create_task(answers(backend, asked))
+        for version in range(1, UPDATES + 1):
+            # Spread over what they took undisturbed; wherever an update meets them, the tokens must be right.
+            if (await asyncio.wait({task}, timeout=share))[0]:
+                break
+            await backend.receive(offers[version % 2](version))
+        return await task
+
+    for request, answer in zip(asked, runner.run(scene())):
+        assert request.ids is not None
+        assert answer.ids is not None
+        assert answer.versions is not None
+        assert (np.diff(answer.versions) >= 0).all(), "versions of later tokens are older."
+        if answer.logprobs is None:
+            continue
+        whole = np.concatenate([request.ids, answer.ids])
+        expected = [reference(whole, TEMPERATURE)[-len(answer.ids) :] for reference in references]
+        message = "a token's log-prob is not that of the weights of its version, given all tokens before it."
+        np.testing.assert_allclose(
+            answer.logprobs,
+            np.where(answer.versions % 2 == 0, *expected),
+            atol=atol,
+            rtol=0,
+            err_msg=message,
+        )
     runner.run(backend.close())
 
 

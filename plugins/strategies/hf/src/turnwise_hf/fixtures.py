@@ -21,11 +21,17 @@ _TEXTS = ("The goal is 2 down 1 right. Holes: Left Down.", "Which way?", "Left",
 
 
 @functools.cache
-def _folder() -> Path:
+def _folder(seed: int = 0) -> Path:
     place = Path(tempfile.mkdtemp(prefix="turnwise-hf-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     # Wider than by default, so that a log-prob of another temperature or another token is far off.
-    recipe = {"hidden_size": 32, "num_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 256}
+    recipe = {
+        "hidden_size": 32,
+        "num_heads": 2,
+        "initializer_range": 0.3,
+        "max_position_embeddings": 256,
+        "seed": seed,
+    }
     return HfModelSource(
         None, ModelSourceContext(cache=place, texts=lambda: [{"role": "user", "content": text} for text in _TEXTS])
     ).prepare({"recipe": recipe})
@@ -33,7 +39,7 @@ def _folder() -> Path:
 
 def backend_fixture() -> dict[str, Any]:
     """`config`, `context` (fp32, a recipe's model, its chat), `reference_logprobs(ids, temperature)`, `offer(version)`
-    and `request(seed, …)`.
+    and `request(seed, …)`; `other_offer` and `other_logprobs` are of a model of another seed.
 
     `reference_logprobs`: float32 [n] for ids [n], the log-prob of each id given those before it (0 for the first), of
     log_softmax(logits / temperature) of one plain forward pass in fp32.
@@ -47,8 +53,8 @@ def backend_fixture() -> dict[str, Any]:
         ids = chat.render([{"role": "user", "content": "Which way?"}])
         return Request(seed, GeneratingArgs(max_new_tokens, temperature), max_new_tokens, (0, 0, seed, 0, 0), ids=ids)
 
-    def offer(version: int) -> Offer:
-        return Offer("safetensors", version, {"folder": str(folder)})
+    def offer(version: int, seed: int = 0) -> Offer:
+        return Offer("safetensors", version, {"folder": str(_folder(seed))})
 
     context = InferenceContext(folder, chat, dtype="fp32", sequence_length=256)
     return {
@@ -57,6 +63,8 @@ def backend_fixture() -> dict[str, Any]:
         "reference_logprobs": functools.partial(log_probs, model),
         "request": request,
         "offer": offer,
+        "other_offer": functools.partial(offer, seed=1),
+        "other_logprobs": functools.partial(log_probs, load_causal_lm(_folder(1), "fp32", "eager")),
     }
 
 

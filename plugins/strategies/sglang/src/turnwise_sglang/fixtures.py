@@ -74,15 +74,17 @@ def reference_logprobs(ids: Sequence[int] | np.ndarray, temperature: float, fold
 
 def backend_fixture() -> dict[str, Any]:
     """`config` (attached to the session's server), `context`, `reference_logprobs(ids, temperature)` and
-    `offer(version)` of equal weights."""
+    `offer(version)` of equal weights, `other_logprobs` and `other_offer` of others."""
 
-    def offer(version: int) -> Offer:
-        return Offer("safetensors", version, {"folder": str(model())})
+    def offer(version: int, seed: int = 0) -> Offer:
+        return Offer("safetensors", version, {"folder": str(model(seed))})
 
     return {
         "config": served(),
         "context": context(),
         "reference_logprobs": reference_logprobs,
         "offer": offer,
+        "other_logprobs": functools.partial(reference_logprobs, folder=model(1)),
+        "other_offer": functools.partial(offer, seed=1),
         "atol": 1e-4,
     }
