@@ -88,6 +88,7 @@ def _factorised(anchors: np.ndarray) -> tuple[np.ndarray, dict[Hashable, int]]:
     number_of, all_plain = seen.setdefault, _AllPlain()
 
     def number(anchor: Any) -> int:
+        """Of one anchor, or of a part of one."""
         kind = type(anchor)
         # The usual anchors first, without a call more: this runs over every turn of a step. A NaN takes the slow way,
         # for it equals nothing, not even itself.

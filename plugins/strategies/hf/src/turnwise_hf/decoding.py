@@ -90,6 +90,7 @@ class _Batch:
         self._finish: list[str] = [""] * len(rows)
 
     def run(self) -> list[Sampled]:
+        """Sample every row to its end."""
         model, version = self._gate()
         live = np.arange(len(self._rows))
         logits, order, cache = self._prefill(model, [row.ids for row in self._rows], live)

@@ -140,6 +140,7 @@ class _Entropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
+        """[m], on every tensor parallel rank."""
         group = get_tensor_model_parallel_group()
         largest = logits.amax(-1)
         # The largest logit over all parts is subtracted everywhere, or their sums of exponentials would not add up.
@@ -157,6 +158,7 @@ class _Entropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        """That of this rank's part of the logits."""
         probabilities, distance = ctx.saved_tensors
         return -gradient[:, None] * probabilities * distance
 

@@ -38,6 +38,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron then adds its gradient over the ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """[..., h] → [..., h], in the dtype of `hidden`."""
         # The weight is multiplied after rounding back, as transformers does: in another order bf16 rounds otherwise.
         wide = hidden.float()
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(hidden.dtype)
@@ -56,6 +57,7 @@ class Attention(nn.Module):
         self.group = get_context_parallel_group() if config.context_parallel_size > 1 else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
+        """As of the class; `attention_mask` is Megatron's, and unused."""
         mask = None
         if self.group is not None:
             size, width = self.group.size(), len(query)
@@ -116,12 +118,6 @@ def transformer_config(
     architecture: Architecture, config: MegatronConfig, dtype: torch.dtype, extra: Mapping[str, Any]
 ) -> TransformerConfig:
     """Megatron's configuration of the model. Raises ConfigError with Megatron's own words."""
-    recompute: dict[str, Any] = {"recompute_granularity": config.recompute_granularity}
-    if config.recompute_granularity == "full":
-        recompute |= {
-            "recompute_method": config.recompute_method or "uniform",
-            "recompute_num_layers": config.recompute_num_layers or 1,
-        }
     options = {
         "num_layers": architecture.layers,
         "hidden_size": architecture.hidden,
@@ -167,7 +163,7 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,
-        **recompute,
+        **_recompute_options(config),
         **extra,
     }
     try:
@@ -176,6 +172,17 @@ def transformer_config(
         raise ConfigError(
             f"strategy megatron: Megatron refuses the configuration: {first_line(error)}. Fix: correct strategy_config"
         ) from error
+
+
+def _recompute_options(config: MegatronConfig) -> dict[str, Any]:
+    """What the backward pass computes again; Megatron takes no method and number beside `selective`."""
+    options: dict[str, Any] = {"recompute_granularity": config.recompute_granularity}
+    if config.recompute_granularity == "full":
+        options |= {
+            "recompute_method": config.recompute_method or "uniform",
+            "recompute_num_layers": config.recompute_num_layers or 1,
+        }
+    return options
 
 
 def _expert_options(architecture: Architecture, config: MegatronConfig) -> dict[str, Any]:

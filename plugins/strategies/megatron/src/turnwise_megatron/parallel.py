@@ -110,7 +110,7 @@ def join(config: MegatronConfig, context: TrainContext, device: torch.device) ->
             "Fix: equal parallel sizes for the roles of a process"
         )
     import_megatron()
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
 
     # The last strategy that leaves destroys the group, whichever of them made it.
     own = _users[0]._own_default if _users else False
@@ -126,19 +126,7 @@ def join(config: MegatronConfig, context: TrainContext, device: torch.device) ->
             f"this process is one of {world} in torch's default group, the role has {size}. Fix: runtime: ray"
         )
     if not _users:
-        with cuda_or_cpu():
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=sizes["tensor"],
-                pipeline_model_parallel_size=sizes["pipeline"],
-                context_parallel_size=sizes["context"],
-                expert_model_parallel_size=sizes["expert"],
-                expert_tensor_parallel_size=sizes["expert tensor"],
-                # Megatron counts in whole minutes.
-                distributed_timeout_minutes=math.ceil(context.runtime_timeout / 60),
-                create_gloo_process_groups=False,
-            )
-            # Dropout and initialisation inside Megatron draw from these; each rank of tensor parallelism gets its own.
-            tensor_parallel.model_parallel_cuda_manual_seed(context.seed, force_reset_rng=True)
+        _make_groups(sizes, context)
     made = Parallel(
         sizes=sizes,
         rank=dist.get_rank(),
@@ -157,6 +145,25 @@ def join(config: MegatronConfig, context: TrainContext, device: torch.device) ->
     )
     _users.append(made)
     return made
+
+
+def _make_groups(sizes: Mapping[str, int], context: TrainContext) -> None:
+    """Megatron's own groups, and its random states."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    with cuda_or_cpu():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes["tensor"],
+            pipeline_model_parallel_size=sizes["pipeline"],
+            context_parallel_size=sizes["context"],
+            expert_model_parallel_size=sizes["expert"],
+            expert_tensor_parallel_size=sizes["expert tensor"],
+            # Megatron counts in whole minutes.
+            distributed_timeout_minutes=math.ceil(context.runtime_timeout / 60),
+            create_gloo_process_groups=False,
+        )
+        # Dropout and initialisation inside Megatron draw from these; each rank of tensor parallelism gets its own.
+        tensor_parallel.model_parallel_cuda_manual_seed(context.seed, force_reset_rng=True)
 
 
 def _experts() -> ExpertParallel:

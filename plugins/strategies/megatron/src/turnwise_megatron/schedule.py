@@ -45,11 +45,13 @@ class Schedule:
         """As Runner.run."""
 
         def step(iterator: Iterator[MicroBatch], stage: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            """Megatron's forward step: the stage's hidden states, and what the last stage makes of them."""
             batch = next(iterator)
             share = share_of(batch, self._parallel, self._sequence_parallel)
             hidden = stage(input_ids=share.input_ids, position_ids=None, attention_mask=None)
 
             def worked(output: Tensor, non_loss_data: bool = False) -> Any:
+                """(loss, count, answer) before a backward pass, the answer alone without one."""
                 self._current = output, share
                 value, sums = work(batch)
                 # On the CPU: the answer is pickled for the other ranks, which have other devices.
