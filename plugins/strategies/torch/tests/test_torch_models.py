@@ -65,10 +65,10 @@ def changed(folder: Path, copy: Path, weights: dict[str, torch.Tensor]) -> Path:
 
 
 @pytest.mark.parametrize("load", [models.load_causal_lm, models.load_value_model])
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_norm.weight", "model.norm.bias"])
 def test_weights_of_another_architecture_are_refused_instead_of_left_out(
-    folder: Path, tmp_path: Path, load: Callable[..., torch.nn.Module], capfd: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, load: Callable[..., torch.nn.Module], name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    name = "model.layers.1.self_attn.q_norm.weight"
     with pytest.raises(CheckpointError, match=f"1 weights in .* fit no parameter of Qwen2.*{name}.*Fix: "):
         load(changed(folder, tmp_path / "copy", {name: torch.ones(8)}), "fp32", "sdpa")
     assert "REPORT" not in "".join(capfd.readouterr())
@@ -86,9 +86,29 @@ def test_weights_that_are_not_finite_are_refused(
         load(changed(folder, tmp_path / "copy", {"model.norm.weight": weight}), dtype, "sdpa")
 
 
-def test_another_head_is_none_of_the_models_layers(folder: Path, tmp_path: Path) -> None:
-    copy = changed(folder, tmp_path / "copy", {"score.weight": torch.ones(1, 32)})
+def test_another_head_stays_out_and_is_named_once(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = changed(folder, tmp_path / "copy", {"score.weight": torch.ones(1, 32), "visual.merger": torch.ones(2)})
+    ours, theirs = (models.load_causal_lm(place, "fp32", "sdpa").state_dict() for place in (copy, folder))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     models.load_causal_lm(copy, "fp32", "sdpa")
+    line = f"{copy}: 2 weights are no part of Qwen2ForCausalLM and stay out, the first is 'score.weight'"
+    assert caplog.messages == [line]
+
+
+def test_a_critic_says_nothing_of_the_head_that_it_does_not_have(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    models.load_value_model(tiny_model(tmp_path, tied=False), "fp32", "sdpa")
+    assert caplog.messages == []
+
+
+def test_a_bias_of_a_head_without_one_is_of_another_architecture(folder: Path, tmp_path: Path) -> None:
+    copy = changed(folder, tmp_path / "copy", {"lm_head.bias": torch.ones(50)})
+    with pytest.raises(CheckpointError, match=r"1 weights in .* fit no parameter of Qwen2ForCausalLM.*'lm_head.bias'"):
+        models.load_causal_lm(copy, "fp32", "sdpa")
 
 
 def test_the_value_head_starts_at_zero_and_is_read_from_an_exported_critic(folder: Path, tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from turnwise_torch.guard import is_out_of_memory
 from turnwise_torch.microbatch import MicroBatch, plain
 from turnwise_torch.packing import Packing, packed_mask, varlen
 from turnwise_torch.vision import embedded, has_vision
+
+log = logging.getLogger("turnwise")
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -207,7 +209,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
             " true for this role"
         )
     for layer in layers:
-        layer.forward = partial(_checkpointed, layer.forward)  # type: ignore[method-assign]
+        layer.forward = functools.partial(_checkpointed, layer.forward)  # type: ignore[method-assign]
 
 
 def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -263,11 +265,19 @@ def _check_loaded(model: nn.Module, info: Mapping[str, Any], folder: Path) -> No
             f"the model in {folder} lacks {len(missing)} weights, the first is {missing[0]!r}. Fix: fetch or export the"
             " folder again"
         )
-    # What lies outside of the layers is another head, or a tower that this class of models does not have.
-    if strange := sorted(name for name in info["unexpected_keys"] if _in_layers(model, name)):
+    # What belongs to no module of the model is another head, or a tower that this class of models does not have.
+    own = {name: _belongs(model, name) for name in sorted(info["unexpected_keys"])}
+    if strange := [name for name, belongs in own.items() if belongs]:
         raise CheckpointError(
             f"{len(strange)} weights in {folder} fit no parameter of {type(model).__name__}, the first is"
             f" {strange[0]!r}: they are of another architecture. Fix: the config.json of these weights"
+        )
+    # A backbone alone has no head, whatever the folder's model has.
+    whole = hasattr(model, model.base_model_prefix)  # type: ignore[arg-type]
+    if beside := [name for name in own if whole or name.startswith(f"{model.base_model_prefix}.")]:
+        _say_once(
+            f"{folder}: {len(beside)} weights are no part of {type(model).__name__} and stay out, the first is"
+            f" {beside[0]!r}"
         )
     for name, parameter in model.named_parameters():
         if parameter.is_meta or not parameter.numel():
@@ -280,18 +290,19 @@ def _check_loaded(model: nn.Module, info: Mapping[str, Any], folder: Path) -> No
             )
 
 
-def _in_layers(model: Any, name: str) -> bool:
-    """Whether a weight would belong to the layers of this model, by the name of what holds them."""
-    owner, found, _ = f".{name}".partition(".layers.")
-    path = owner.removeprefix(".")
+def _belongs(model: Any, name: str) -> bool:
+    """Whether a weight would be one of a module that this model has, or of its layers, by its name."""
     # A backbone alone; files have its weights as those of a whole model.
-    if not hasattr(model, model.base_model_prefix):
-        path = path.removeprefix(model.base_model_prefix).removeprefix(".")
-    try:
-        model.get_submodule(f"{path}.layers".removeprefix("."))
-    except AttributeError:
-        return False
-    return bool(found)
+    path = name if hasattr(model, model.base_model_prefix) else name.removeprefix(f"{model.base_model_prefix}.")
+    modules = {place for place, _ in model.named_modules() if place}
+    above, layers, _ = f".{path}".partition(".layers.")
+    return path.rpartition(".")[0] in modules or (bool(layers) and f"{above}.layers".removeprefix(".") in modules)
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    """A warning; several roles of a process load the same folder."""
+    log.warning(line)
 
 
 def untrusted(error: BaseException) -> str:
