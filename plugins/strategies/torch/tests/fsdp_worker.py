@@ -27,7 +27,7 @@ from turnwise.pipeline.aggregation import MODES, token_coefficients
 from turnwise.plugins import registry
 from turnwise.ports import free_port
 from turnwise.testing.synthetic import training_rows
-from turnwise_torch import lora
+from turnwise_torch import lora, models
 from turnwise_torch.broadcast import Member
 from turnwise_torch.config import FsdpConfig, TorchConfig
 from turnwise_torch.objective import build_loss
@@ -313,6 +313,11 @@ def read(strategy: TorchStrategy, offer: Offer, way: Callable[..., Any]) -> dict
     return got
 
 
+def no_memory(*_: Any) -> Any:
+    """In place of the loading of a model, which rank 0 alone does."""
+    raise MemoryError("no room")
+
+
 def failures(me: Rank) -> dict[str, str]:
     def message_of(act: Callable[[], Any]) -> str:
         with pytest.raises(CheckpointError) as caught:
@@ -325,6 +330,12 @@ def failures(me: Rank) -> dict[str, str]:
     with pytest.raises(CheckpointError) as caught:
         me.build(Case({"dtype": "fp32", "model": Path("/nowhere")}))
     out["missing"] = str(caught.value)
+    torch.distributed.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "load_causal_lm", no_memory)
+        with pytest.raises(TrainerError) as unforeseen:
+            me.build(Case({"dtype": "fp32"}))
+    out["memory"] = str(unforeseen.value)
     torch.distributed.destroy_process_group()
     actor = me.build(Case({"dtype": "fp32"}))
     out["blocked"] = message_of(lambda: actor.save(blocked / "below"))

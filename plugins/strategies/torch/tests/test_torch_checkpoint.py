@@ -174,7 +174,7 @@ def test_a_state_in_parts_that_would_run_code_is_refused_before_it_does(
     build: Build, tmp_path: Path, deep: bool
 ) -> None:
     strategy, ran = build(), tmp_path / "ran"
-    facts = {"format": FORMAT, "head": "lm", "dtype": "fp32", "trainable": "True", "lora": "none", "updates": "1"}
+    facts = {"format": FORMAT, "head": "lm", "dtype": "fp32", "trainable": "True", "lora": "none"}
     (tmp_path / FACTS_FILE).write_text(json.dumps(facts))
     planted = Metadata({"master/x": Planted(ran)}) if deep else Planted(ran)  # type: ignore[dict-item]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(planted))

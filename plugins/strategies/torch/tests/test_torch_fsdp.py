@@ -235,7 +235,11 @@ def test_a_folder_that_cannot_be_read_or_written_is_reported_on_every_rank(ranks
         assert "there is no training state in" in rank["empty"]
         assert "was saved by one process, this run has 2" in rank["single"]
         assert "was saved with head 'lm', this run has 'value'" in rank["critic"]
+        assert "damaged" not in rank["critic"]
         assert "\n" not in "".join(rank.values())
+    first, second = (rank["memory"] for rank in ranks["failures"])
+    assert first.startswith("out of memory, in loading the model of actor_train. Fix: ")
+    assert second == "actor_train: rank 0 could not load the model: MemoryError: no room"
 
 
 def test_killed_ranks_resume_to_the_last_bit(ranks: dict[str, list[Any]], resumed: dict[str, list[Any]]) -> None:
@@ -268,5 +272,5 @@ def test_damaged_parts_are_reported_in_one_line(folder: Path, ranks: dict[str, l
 
 def test_parts_of_another_model_are_reported(folder: Path, ranks: dict[str, list[Any]], tmp_path: Path) -> None:
     small = tiny_model(tmp_path, vocab_size=VOCABULARY + 1)
-    with pytest.raises(CheckpointError, match="belongs to another model than"):
+    with pytest.raises(CheckpointError, match=r"^the training state in \S+ belongs to another model than"):
         build(Case({**DOUBLE, "model": small}), folder).load(folder / "state")

@@ -40,9 +40,7 @@ def facts(model: nn.Module, context: TrainContext, stage: int) -> dict[str, str]
     }
 
 
-def save(
-    folder: Path, engine: Any, context: TrainContext, expected: dict[str, str], updates: int, device: torch.device
-) -> None:
+def save(folder: Path, engine: Any, context: TrainContext, expected: dict[str, str], device: torch.device) -> None:
     """Write this process's part to `folder`; all processes of the role do. A reference has its weights from the model's
     folder, and saves its random state alone."""
     if context.trainable:
@@ -56,11 +54,11 @@ def save(
     if device.type == "cuda":
         rng["rng/cuda"] = torch.cuda.get_rng_state(device)
     # Last: a save that broke off has no facts, and so is no checkpoint.
-    write_state(folder / _part(context.ranks.rank), rng, {**expected, "updates": str(updates)})
+    write_state(folder / _part(context.ranks.rank), rng, expected)
 
 
-def load(folder: Path, engine: Any, context: TrainContext, expected: dict[str, str], device: torch.device) -> int:
-    """Undo `save`; the number of updates. Raises CheckpointError."""
+def load(folder: Path, engine: Any, context: TrainContext, expected: dict[str, str], device: torch.device) -> None:
+    """Undo `save`. Raises CheckpointError."""
     # Rank 0's part first, for it is there whatever the number of processes was; it says what differs.
     first = read_state(folder / _part(0), {name: value for name, value in expected.items() if name != "parameters"})[1]
     if first.get("parameters") != expected["parameters"]:
@@ -68,7 +66,7 @@ def load(folder: Path, engine: Any, context: TrainContext, expected: dict[str, s
             f"the training state in {folder} belongs to another model than {context.model}. Fix: the pretrain of"
             " that run"
         )
-    tensors, found = read_state(folder / _part(context.ranks.rank), expected)
+    tensors, _ = read_state(folder / _part(context.ranks.rank), expected)
     if context.trainable:
         try:
             with _tensors_and_numbers_alone():
@@ -92,7 +90,6 @@ def load(folder: Path, engine: Any, context: TrainContext, expected: dict[str, s
     torch.set_rng_state(tensors["rng/cpu"])
     if "rng/cuda" in tensors and device.type == "cuda":
         torch.cuda.set_rng_state(tensors["rng/cuda"], device)
-    return int(found["updates"])
 
 
 @contextmanager

@@ -189,14 +189,13 @@ class DeepspeedStrategy(ModelStrategy):
 
     @names_out_of_memory("the checkpoint", "hold")
     def save(self, folder: Path) -> None:
-        """This process's part: DeepSpeed's checkpoint, random state and the number of updates. Raises
-        CheckpointError."""
-        checkpoint.save(Path(folder), self.engine, self.context, self._facts, self._updates, self.device)
+        """This process's part: DeepSpeed's checkpoint and random state. Raises CheckpointError."""
+        checkpoint.save(Path(folder), self.engine, self.context, self._facts, self.device)
 
     @names_out_of_memory("resuming", "hold")
     def load(self, folder: Path) -> None:
         """Undo `save`, exactly. Raises CheckpointError: also for a state of another stage or number of processes."""
-        self._updates = checkpoint.load(Path(folder), self.engine, self.context, self._facts, self.device)
+        checkpoint.load(Path(folder), self.engine, self.context, self._facts, self.device)
 
     @names_out_of_memory("offloading", "move")
     def offload(self) -> None:

@@ -51,12 +51,11 @@ def load(
     parallel: Parallel,
     distributed: bool,
     facts: Mapping[str, str],
-) -> dict[str, str]:
-    """Undo `save`, in place, and return the facts of the folder. Raises CheckpointError: missing, damaged, of another
-    layout or model."""
+) -> None:
+    """Undo `save`, in place. Raises CheckpointError: missing, damaged, of another layout or model."""
     # First, by rank 0's part alone: under another layout this rank's file may not exist, which would hide the reason.
     _check_layout(folder, facts)
-    own, saved_facts = read_state(part(folder, parallel.rank), facts)
+    own, _ = read_state(part(folder, parallel.rank), facts)
     owners = {expert: parallel.holders(expert)[1] for expert in (False, True)}
     read = {parallel.rank: own} | {
         rank: read_state(part(folder, rank), facts)[0] for rank in {*owners.values()} - {parallel.rank}
@@ -76,7 +75,6 @@ def load(
     torch.set_rng_state(own["rng/cpu"])
     if "rng/cuda" in own and torch.cuda.is_available():
         torch.cuda.set_rng_state(own["rng/cuda"])
-    return saved_facts
 
 
 def _check_layout(folder: Path, facts: Mapping[str, str]) -> None:

@@ -191,17 +191,7 @@ class MegatronStrategy(ModelStrategy):
         CheckpointError."""
         from turnwise_megatron import state
 
-        facts = {**self._facts(), "updates": str(self._updates)}
         state.save(
-            Path(folder), self.model, self.optimizer, self.parallel, self.config.use_distributed_optimizer, facts
-        )
-
-    @names_out_of_memory("resuming", "hold")
-    def load(self, folder: Path) -> None:
-        """Undo `save`, in place and exactly, under the same parallel layout. Raises CheckpointError."""
-        from turnwise_megatron import state
-
-        facts = state.load(
             Path(folder),
             self.model,
             self.optimizer,
@@ -209,7 +199,20 @@ class MegatronStrategy(ModelStrategy):
             self.config.use_distributed_optimizer,
             self._facts(),
         )
-        self._updates = int(facts["updates"])
+
+    @names_out_of_memory("resuming", "hold")
+    def load(self, folder: Path) -> None:
+        """Undo `save`, in place and exactly, under the same parallel layout. Raises CheckpointError."""
+        from turnwise_megatron import state
+
+        state.load(
+            Path(folder),
+            self.model,
+            self.optimizer,
+            self.parallel,
+            self.config.use_distributed_optimizer,
+            self._facts(),
+        )
 
     def _facts(self) -> dict[str, str]:
         # These sizes move no tensor of a dense model, so a state fits whatever they are.

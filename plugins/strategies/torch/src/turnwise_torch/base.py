@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -32,7 +33,7 @@ from turnwise_torch.runner import Answer, Runner
 from turnwise_torch.sending import Sending
 
 
-class ModelStrategy:
+class ModelStrategy(ABC):
     """One process of a training role. A subclass builds `model` and `runner` in its constructor and fills the hooks
     below.
 
@@ -58,7 +59,6 @@ class ModelStrategy:
         )
         self.feed = Feed(context, device)
         self.sending = Sending(context, device, self)
-        self._updates = 0
 
     @staticmethod
     def transports(config: Any, context: TrainContext) -> tuple[str, ...]:
@@ -67,14 +67,14 @@ class ModelStrategy:
 
     # ---------------------------------------------------------------- what a subclass fills in
 
+    @abstractmethod
     def _optimize(self, lr: float) -> float:
         """The norm of the gradient over all ranks, which is scaled down to `max_grad_norm` (0: never) and used for one
         step at this rate. With a norm that is not finite no rank makes a step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _clear(self) -> None:
         """Drop all gradients; called after every update, also a failed one."""
-        raise NotImplementedError
 
     def _whole(self, tensor: Tensor) -> Tensor:
         """The whole of a parameter of which every rank holds a part; all ranks call it for the same one."""
@@ -137,8 +137,6 @@ class ModelStrategy:
         loss or the gradient is not finite on one of them. Raises TrainerError."""
         if not self.context.trainable:
             raise TrainerError(f"{self.context.role} is not trainable: it was built without an optimizer")
-        # Counts also when no step is made: it numbers what the pipeline asked for.
-        self._updates += 1
         columns = objective_columns(update)
         # Asked of all ranks: one that returned by itself would leave the others waiting in their collectives.
         if not self.group.largest(int(np.any(columns["coef"])))[0]:

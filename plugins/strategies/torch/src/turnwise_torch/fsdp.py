@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from turnwise.contracts.train import TrainContext
-from turnwise.errors import TrainerError, TurnwiseError
+from turnwise.errors import TrainerError, TurnwiseError, one_line
 from turnwise_torch import lora, models
 from turnwise_torch.config import FsdpConfig
 
@@ -151,17 +151,24 @@ class ShardedModel:
 
 def _load_on_first(load: Callable[[], nn.Module], context: TrainContext) -> nn.Module | None:
     """The model on rank 0, with what is trained chosen; its failure on every rank."""
-    loaded, failure = None, [None]
+    loaded: nn.Module | None = None
+    failure: BaseException | None = None
+    told: list[TurnwiseError | None] = [None]
     if context.ranks.rank == 0:
         try:
             loaded = load()
             lora.choose_trained(loaded, context)
-        except TurnwiseError as error:
-            failure = [error]  # type: ignore[list-item]
+        except (Exception, SystemExit) as error:
+            failure = error
+            # Only errors of ours are sure to survive the way: others may refuse to be pickled.
+            reason = f"{context.role}: rank 0 could not load the model: {one_line(error)}"
+            told = [error if isinstance(error, TurnwiseError) else TrainerError(reason)]
     # Ranks that wait for a model that will never come would hang until the group's timeout, without a reason.
-    dist.broadcast_object_list(failure, 0)
-    if failure[0] is not None:
-        raise failure[0]
+    dist.broadcast_object_list(told, 0)
+    if failure is not None:
+        raise failure
+    if told[0] is not None:
+        raise told[0]
     return loaded
 
 

@@ -105,12 +105,12 @@ def is_in_parts(folder: Path) -> bool:
     return (Path(folder) / FACTS_FILE).is_file()
 
 
-def read_parts(folder: Path, expected: Mapping[str, str], place: Place) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors that `place` gave, filled, and the facts. All ranks at once, as many as there are. Raises
-    CheckpointError as read_state."""
+def read_parts(folder: Path, expected: Mapping[str, str], place: Place) -> dict[str, Tensor]:
+    """The tensors that `place` gave, filled. All ranks at once, as many as there are. Raises CheckpointError as
+    read_state, and what `place` raises."""
     source = f"the training state {folder}"
     try:
-        facts = checked(
+        checked(
             source, json.loads((Path(folder) / FACTS_FILE).read_text(encoding="utf-8")), {"format": FORMAT, **expected}
         )
         reader = _Reader(str(folder))
@@ -123,6 +123,8 @@ def read_parts(folder: Path, expected: Mapping[str, str], place: Place) -> tuple
             # torch warns where one process reads what several wrote, which is meant here.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             dcp.load(dict(tensors), storage_reader=reader)
+    except CheckpointError:  # of another run, and undamaged: it is a ValueError, too
+        raise
     except (*_BROKEN, _Foreign, CheckpointException) as error:
         cause = _cause(error)
         if isinstance(cause, _Foreign):
@@ -133,7 +135,7 @@ def read_parts(folder: Path, expected: Mapping[str, str], place: Place) -> tuple
         raise CheckpointError(
             f"{source} is cut short or damaged: {first_line(cause)}. Fix: resume from an older checkpoint"
         ) from error
-    return tensors, facts
+    return tensors
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -75,8 +75,8 @@ class TorchStrategy(ModelStrategy):
 
     @names_out_of_memory("the checkpoint", "hold")
     def save(self, folder: Path) -> None:
-        """What is trained (masters, moments), random state and the number of updates: one file, or with several ranks a
-        part of each. Raises CheckpointError."""
+        """What is trained (masters, moments) and random state: one file, or with several ranks a part of each. Raises
+        CheckpointError."""
         weights = (
             self.optimizer.state()
             if self.optimizer
@@ -87,7 +87,7 @@ class TorchStrategy(ModelStrategy):
         if self.device.type == "cuda":
             rng[random["cuda"]] = torch.cuda.get_rng_state(self.device)
         write = write_parts if self.sharded else write_state
-        write(folder, {**weights, **rng}, {**self._facts(), "updates": str(self._updates)})
+        write(folder, {**weights, **rng}, self._facts())
 
     @names_out_of_memory("resuming", "hold")
     def load(self, folder: Path) -> None:
@@ -96,14 +96,14 @@ class TorchStrategy(ModelStrategy):
             self.optimizer.masters if self.optimizer else dict(self.model.named_parameters())
         )
         if is_in_parts(folder):
-            tensors, facts = read_parts(folder, self._facts(), self._place_for(folder, masters))
+            tensors = read_parts(folder, self._facts(), self._place_for(folder, masters))
         elif self.sharded and (Path(folder) / STATE_FILE).is_file():
             raise CheckpointError(
                 f"the training state in {folder} was saved by one process, this run has {self.context.ranks.size}. Fix:"
                 f" one device for {self.context.role}, or pretrain: the checkpoint's export and a new optimizer"
             )
         else:
-            tensors, facts = read_state(folder, self._facts())
+            tensors, _ = read_state(folder, self._facts())
         # Compared before anything is copied: a state that is refused leaves the weights as they were.
         if {n.removeprefix("master/"): t.shape for n, t in tensors.items() if n.startswith("master/")} != {
             n: p.shape for n, p in masters.items()
@@ -121,7 +121,6 @@ class TorchStrategy(ModelStrategy):
             torch.set_rng_state(tensors[random["cpu"]])
         if random["cuda"] in tensors and self.device.type == "cuda":
             torch.cuda.set_rng_state(tensors[random["cuda"]], self.device)
-        self._updates = int(facts["updates"])
 
     @names_out_of_memory("offloading", "move")
     def offload(self) -> None:
