@@ -22,6 +22,7 @@ from turnwise.rollout import Scheduler
 from turnwise.rollout.buffer import Group, GroupBuffer
 from turnwise.rollout.seeds import environment_seed
 from turnwise.testing.fakes import FakeChat, FakeEnvironment, FakeEnvManager
+from turnwise.testing.ticks import run_in_ticks
 
 STEPS = 5
 LIMITS = Limits(sequence_length=64, max_new_tokens=4, max_tokens_per_step=4, max_turns=3)
@@ -108,7 +109,7 @@ def test_every_step_is_played_with_one_version_and_no_token_is_older_than_the_ra
         await scheduler.close()
         return out
 
-    out = asyncio.run(run())
+    out = run_in_ticks(run())
     # Whatever the order in which groups finished, group s of step q is the one of serial number q·G + s.
     assert out == [[(2 * step + s, member) for s in range(2) for member in range(2)] for step in range(STEPS)]
     for serial, version in backend.served:
@@ -159,7 +160,7 @@ def test_a_stop_keeps_the_steps_that_are_finished_and_begins_the_others_anew() -
         await scheduler.close()
         return state
 
-    state = asyncio.run(run())
+    state = run_in_ticks(run())
     assert [(group["step"], group["identity"][2]) for group in state["queue"]] == [(1, 2), (1, 3)]
     assert all(group["open"] == [] for group in state["queue"])
 
@@ -172,7 +173,7 @@ def test_a_stop_keeps_the_steps_that_are_finished_and_begins_the_others_anew() -
         assert {request.order[1] for request in backend.requests} == {4, 5, 6, 7}
         await again.close()
 
-    asyncio.run(resumed())
+    run_in_ticks(resumed())
 
 
 def test_a_step_that_was_given_out_is_saved_until_it_is_trained() -> None:
@@ -184,7 +185,7 @@ def test_a_step_that_was_given_out_is_saved_until_it_is_trained() -> None:
         assert {group["step"] for group in scheduler.state(1)["queue"]} == {1}
         await scheduler.close()
 
-    asyncio.run(run())
+    run_in_ticks(run())
 
 
 def test_what_fails_while_the_trainer_works_ends_the_wait_for_the_rest() -> None:
@@ -204,7 +205,7 @@ def test_what_fails_while_the_trainer_works_ends_the_wait_for_the_rest() -> None
         assert backend.lives[-1] == 0  # nobody is alive
         await scheduler.close()
 
-    asyncio.run(run())
+    run_in_ticks(run())
 
 
 def test_failed_episodes_ahead_are_tried_again_within_their_step() -> None:
@@ -224,7 +225,7 @@ def test_failed_episodes_ahead_are_tried_again_within_their_step() -> None:
         assert out[1] == [(2, 0), (2, 1), (3, 0), (3, 1)]
         await scheduler.close()
 
-    asyncio.run(run())
+    run_in_ticks(run())
     assert len(failed) == 2
 
 
@@ -244,21 +245,21 @@ def test_seconds_of_work_are_those_in_which_an_episode_is_alive() -> None:
     backend = Backend()
 
     async def answer(request: Request) -> None:
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(2)
 
     backend.answer = answer
 
     async def run() -> None:
         scheduler = schedule(backend)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(5)
         assert scheduler.worked() == 0
         await scheduler.next_batch(0, version=0)
-        await asyncio.sleep(0.2)
-        assert 0.06 <= scheduler.worked() < 0.2
+        await asyncio.sleep(20)
+        assert scheduler.worked() == 6  # three turns
         assert scheduler.worked() == 0
         await scheduler.close()
 
-    asyncio.run(run())
+    run_in_ticks(run())
 
 
 def test_where_nothing_moves_the_run_ends_with_what_waits_for_what() -> None:
@@ -267,30 +268,38 @@ def test_where_nothing_moves_the_run_ends_with_what_waits_for_what() -> None:
     async def answer(request: Request) -> None:
         asked.append(request)
         if len(asked) > 6:
-            await asyncio.sleep(60)
+            await asyncio.sleep(1000)
 
     async def run() -> None:
-        scheduler = schedule(Backend(answer), stall_timeout=0.4)
+        scheduler = schedule(Backend(answer), request_timeout=5000, stall_timeout=40)
         with pytest.raises(TurnwiseError) as error:
             await scheduler.next_batch(0, version=0)
         assert (
-            "nothing moved for stall_timeout = 0.4 s while 4 episodes are open (4 wait for the model's answer). "
+            "nothing moved for stall_timeout = 40 s while 4 episodes are open (4 wait for the model's answer). "
             in str(error.value)
         )
-        assert "Count, group 0, member 0, attempt 0: the model's answer, for " in str(error.value)
+        assert "Count, group 0, member 0, attempt 0: the model's answer, for 48 s" in str(error.value)
         await scheduler.close()
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    run_in_ticks(run())
 
 
-def test_what_is_slow_but_moves_is_no_stall() -> None:
+@pytest.mark.parametrize("slowness", [39, 45])
+def test_what_is_slow_but_moves_is_no_stall(slowness: int) -> None:
     async def answer(request: Request) -> None:
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(slowness)
 
-    async def run() -> None:
-        # Twelve answers, one after the other: three times the timeout in all.
-        scheduler = schedule(Backend(answer), stall_timeout=0.4, max_concurrent=1)
-        await scheduler.next_batch(0, version=0)
-        await scheduler.close()
+    async def run() -> float:
+        # Twelve answers, one after the other: many times the timeout in all.
+        scheduler = schedule(Backend(answer), request_timeout=5000, stall_timeout=40, max_concurrent=1)
+        try:
+            await scheduler.next_batch(0, version=0)
+            return asyncio.get_running_loop().time()
+        finally:
+            await scheduler.close()
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    if slowness < 40:
+        assert run_in_ticks(run()) == 12 * slowness
+    else:
+        with pytest.raises(TurnwiseError, match="nothing moved"):
+            run_in_ticks(run())

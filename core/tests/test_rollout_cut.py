@@ -18,7 +18,9 @@ from turnwise.data.exact import decode, encode
 from turnwise.errors import EngineError, PluginError
 from turnwise.rollout import Scheduler
 from turnwise.rollout.gate import Gate
+from turnwise.testing.compare import says
 from turnwise.testing.fakes import FakeChat, FakeEnvironment, FakeEnvManager
+from turnwise.testing.ticks import run_in_ticks
 
 LIMITS = Limits(sequence_length=64, max_new_tokens=4, max_tokens_per_step=4, max_turns=3)
 TURNS = RolloutSettings(
@@ -70,7 +72,7 @@ class Batching:
 
 def plan(build: Callable[[], Any] = FakeEnvironment, **options: Any) -> TagPlan:
     manager = FakeEnvManager(None, ManagerContext(tag="Count", max_turns=3))
-    more: dict[str, Any] = {"groups": 2, "group_size": 2, "step": "thread"} | options
+    more: dict[str, Any] = {"groups": 2, "group_size": 2, "step": "inline"} | options
     return TagPlan("Count", build, manager, LIMITS, **more)
 
 
@@ -110,37 +112,35 @@ def test_a_closed_gate_holds_what_comes_and_lets_end_what_is_through() -> None:
         await second
         assert seen == ["first", "second"]
 
-    asyncio.run(run())
+    run_in_ticks(run())
 
 
 def test_a_backend_that_waits_for_all_does_not_wait_for_those_that_are_held() -> None:
     backend = Batching()
 
     class Slow(FakeEnvironment):
-        def step(self, action: str) -> Any:
-            import time
-
-            time.sleep(0.005 * (self._seed % 5))
+        async def step(self, action: str) -> Any:  # type: ignore[override]
+            await asyncio.sleep(self._seed % 5)
             return super().step(action)
 
     async def run() -> None:
         scheduler = schedule(backend, plan(Slow))
         await scheduler.next_batch(0, version=0)
         for version in range(1, 4):
-            await asyncio.wait_for(scheduler.settled(version), 5)
+            await scheduler.settled(version)
             gate = scheduler.executor.gate  # type: ignore[attr-defined]
             assert (gate.closed, gate.flying, backend.waiting, backend.may_ask) == (True, 0, [], 0)
             before = len(backend.requests)
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(30)
             assert len(backend.requests) == before  # nobody asks
             backend.version = version
             scheduler.release()
-            result = await asyncio.wait_for(scheduler.next_batch(version, version=version), 5)
+            result = await scheduler.next_batch(version, version=version)
             versions = [v for t in result.trajectories for turn in t.turns for v in turn.versions.tolist()]
             assert all(version - v <= 1 for v in versions)
         await scheduler.close()
 
-    asyncio.run(run())
+    run_in_ticks(run())
 
 
 def test_an_evaluation_has_the_backend_for_itself_while_training_is_held() -> None:
@@ -152,26 +152,26 @@ def test_an_evaluation_has_the_backend_for_itself_while_training_is_held() -> No
         await training.next_batch(0, version=0)
         await training.hold()
         before = len(backend.requests)
-        await asyncio.wait_for(evaluation.evaluate(), 5)
+        await evaluation.evaluate()
         assert {request.order[0] for request in backend.requests[before:]} == {1}
         training.release()
-        await asyncio.wait_for(training.next_batch(1, version=1), 5)
+        await training.next_batch(1, version=1)
         await training.close()
         await evaluation.close()
 
-    asyncio.run(run())
+    run_in_ticks(run())
 
 
 def test_no_time_passes_for_requests_of_a_paused_engine() -> None:
     backend = Batching()
-    settings = evolve(TURNS, weight_update="between_tokens", request_timeout=0.2)
+    settings = evolve(TURNS, weight_update="between_tokens", request_timeout=20)
 
     async def run() -> None:
         scheduler = schedule(backend, settings=settings)
         await scheduler.next_batch(0, version=0)
         backend.may_ask = 99  # it answers nothing
         await scheduler.settled(1)
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(60)
         scheduler.release()
         backend.live(0)
         await scheduler.next_batch(1, version=1)
@@ -182,7 +182,7 @@ def test_no_time_passes_for_requests_of_a_paused_engine() -> None:
             await scheduler.next_batch(2, version=2)
         await scheduler.close()
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    run_in_ticks(run())
 
 
 class Unlike(FakeEnvironment):
@@ -242,11 +242,13 @@ def test_an_open_episode_goes_on_from_its_record_and_nothing_is_sampled_twice() 
         assert again.gauges()["resume/restarted"] == 0
         await again.close()
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    run_in_ticks(run())
 
 
 @pytest.mark.parametrize(("build", "replayable"), [(Unlike, True), (FakeEnvironment, False)])
-def test_an_episode_that_cannot_be_replayed_starts_anew_as_the_next_attempt(build: Any, replayable: bool) -> None:
+def test_an_episode_that_cannot_be_replayed_starts_anew_as_the_next_attempt(
+    build: Any, replayable: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run() -> None:
         state, _, _ = await cut(build, replayable=replayable)
         records = [record for group in state["queue"] for record in group.get("records", ())]
@@ -260,9 +262,16 @@ def test_an_episode_that_cannot_be_replayed_starts_anew_as_the_next_attempt(buil
         assert again.gauges()["resume/restarted"] == len(records)
         assert again.gauges()["resume/replayed"] == 0
         assert result.counts["env_failures"] == 0  # it is no fault of the environment
+        kept = sum(len(one["ids"]) for _, generations, _ in records for _, one in generations)
+        assert result.counts["discarded_tokens"] == kept > 0
         await again.close()
+        # One line for all of them; and none where the environment says itself that it cannot.
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == replayable
+        for line in told:
+            says(line, f"{len(records)} open episodes", "start anew", "group 2, member 0 of Count: ", "something else")
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    run_in_ticks(run())
 
 
 class FailsOnce(FakeEnvironment):
@@ -291,7 +300,7 @@ def test_an_episode_that_starts_anew_has_all_its_retries() -> None:
         assert (result.counts["dropped_members"], result.counts["episodes"]) == (0, 4)
         await again.close()
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    run_in_ticks(run())
 
 
 def test_a_turn_that_is_asked_for_twice_is_refused_where_episodes_are_recorded() -> None:
@@ -311,4 +320,4 @@ def test_a_turn_that_is_asked_for_twice_is_refused_where_episodes_are_recorded()
             await scheduler.next_batch(0, version=0)
         await scheduler.close()
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    run_in_ticks(run())

@@ -16,13 +16,9 @@ from typing import Any
 
 import pytest
 
-from turnwise.contracts.env_manager import Episode, Limits, Sampler
 from turnwise.contracts.environment import Response
-from turnwise.contracts.player import Player
-from turnwise.contracts.rollout import EnvironmentTimeout, EpisodeSpec, RolloutSettings, TagPlan
-from turnwise.data import Sample, Trajectory
+from turnwise.contracts.rollout import EnvironmentTimeout
 from turnwise.errors import EnvironmentFailure
-from turnwise.rollout import worker
 from turnwise.rollout.hosts import HOSTS, Host
 from turnwise.rollout.sweeper import Sweeper
 
@@ -262,69 +258,6 @@ def test_a_build_that_cannot_be_pickled_is_a_failure() -> None:
 
     with pytest.raises(EnvironmentFailure, match="pickle"):
         play("process", lambda: None, scene)
-
-
-class Opens:
-    """A manager that does nothing but reset."""
-
-    async def run(self, episode: Episode, sampler: Sampler) -> Trajectory:
-        await episode.environment.reset()
-        return Trajectory(episode.tag, episode.group, episode.member, episode.seed, (), "turns")
-
-    def samples(self, trajectory: Trajectory) -> list[Sample]:
-        return []
-
-
-class Slow:
-    """In place of a host: counts the processes that start, from the call, with which their clock begins, to its end."""
-
-    starting = most = built = 0
-    lost = False
-
-    def __init__(self, tag: str, build: Any, sweeper: Sweeper) -> None:
-        pass
-
-    async def call(self, method: str, timeout: float, **arguments: Any) -> Any:
-        if method == "start":
-            Slow.starting += 1
-            Slow.most = max(Slow.most, Slow.starting)
-            await asyncio.sleep(0.01)
-            Slow.starting -= 1
-        Slow.built += method == "build"
-        return ("start", {})
-
-    async def close(self, timeout: float) -> None:
-        pass
-
-
-def test_processes_start_as_many_at_once_as_there_are_cores_for_and_their_clock_begins_with_their_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(HOSTS, "process", Slow)  # type: ignore[arg-type]
-    monkeypatch.setattr(worker, "cores", lambda: 6)
-    plans = [TagPlan(tag, object, Opens(), Limits(8, 1, 1, 1), groups=1, group_size=8, step="process") for tag in "ab"]  # type: ignore[arg-type]
-
-    async def run() -> None:
-        here = worker.LocalExecutor(plans, RolloutSettings(seed=0), Player(), None, sharing=2)
-        specs = [EpisodeSpec(tag, 0, member, 0, 0) for tag in "ab" for member in range(8)]
-        await asyncio.gather(*(here.play(spec, lambda error: None) for spec in specs))
-        await here.close()
-
-    asyncio.run(run())
-    assert (Slow.most, Slow.built) == (3, 16)
-
-
-def test_an_episode_is_played_in_a_process(world: ModuleType) -> None:
-    async def run() -> Trajectory:
-        plan = TagPlan("World", world.World, Opens(), Limits(8, 1, 1, 1), groups=1, group_size=1, step="process")  # type: ignore[arg-type]
-        here = worker.LocalExecutor([plan], RolloutSettings(seed=0), Player(), None)
-        played = await here.play(EpisodeSpec("World", 4, 0, 0, 7), lambda error: None)
-        await here.close()
-        (trajectory,) = played.trajectories
-        return trajectory
-
-    assert asyncio.run(run()).group == 4
-    wait_for(lambda: not environment_threads())
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])

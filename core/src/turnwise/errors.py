@@ -52,7 +52,9 @@ class MachineError(TurnwiseError):
 
 class EnvironmentFailure(TurnwiseError):
     """An environment raised, hung, or returned what its contract forbids. Inside a run this is data: counted, retried,
-    left out."""
+    left out. `sampled_tokens`: what the model had sampled in the attempt that failed, and nobody will train on."""
+
+    sampled_tokens = 0
 
 
 class EngineError(TurnwiseError):

@@ -94,7 +94,8 @@ class RolloutResult:
     `samples[i]`: the training rows of `trajectories[i]` (empty in evaluation). `counts`: `episodes`, `turns`,
     `sampled_tokens` of these trajectories; `planned_episodes`, `attempts`, `env_failures` (failed attempts, timeouts
     among them), `env_timeouts`, `retries`, `dropped_members`, `replaced_groups`, `discarded_episodes` (whole ones of
-    replaced groups). `frames`: (tag, group, member) → what `render()` returned after `reset` and after each step.
+    replaced groups), `discarded_tokens` (sampled in those, in failed attempts and in episodes that a resumed run begins
+    anew). `frames`: (tag, group, member) → what `render()` returned after `reset` and after each step.
     `failures`: one line for each failed attempt, with its cause.
     """
 
@@ -113,6 +114,11 @@ class Record:
 
     generations: dict[int, Generation] = field(factory=dict)
     digests: list[str] = field(factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all its generations."""
+        return sum(generation.tokens for generation in self.generations.values())
 
 
 @frozen(eq=False)
@@ -166,8 +172,8 @@ class Executor(Protocol):
     async def play(self, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]) -> Played:
         """Play one attempt to its end.
 
-        Raises EnvironmentFailure where the environment failed (the episode may be tried again), any other TurnwiseError
-        where the batch cannot go on. `stop` is called with an EngineError when the backend does not answer in time,
+        Raises EnvironmentFailure where the environment or its manager failed (the episode may be tried again), any
+        other TurnwiseError where the batch cannot go on. `stop` is called with an EngineError when the backend does not answer in time,
         while the attempt still hangs."""
         ...
 

@@ -38,6 +38,11 @@ class Generation:
     finish: Literal["stop", "length", "abort"]
     extras: dict[str, Any] = field(factory=dict)
 
+    @property
+    def tokens(self) -> int:
+        """How many were sampled, as far as the backend tells."""
+        return 0 if self.ids is None else len(self.ids)
+
 
 @frozen(eq=False)
 class Turn:

@@ -97,7 +97,7 @@ class Learner:
         out = metrics.batch_metrics(batch, self._reporting) | metrics.environment_metrics(
             played.trajectories, self._reporting
         )
-        out |= {f"rollout/{name}": float(value) for name, value in played.counts.items()}
+        out |= metrics.rollout_metrics(played.counts, ahead=self._config.async_generation_ratio > 0)
         if not len(batch.samples):
             log.warning(
                 "step %d: no token was sampled in %d episodes (prompts over sequence_length?), nothing is learned",

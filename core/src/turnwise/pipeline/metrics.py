@@ -14,6 +14,8 @@ from turnwise.data.rows import UpdateResult
 from turnwise.data.trajectory import Trajectory
 from turnwise.pipeline.clock import Clock
 
+DISCARDED = "discarded_tokens"
+
 
 @define
 class Reporting:
@@ -170,6 +172,13 @@ def environment_metrics(trajectories: Sequence[Trajectory], reporting: Reporting
     return {
         f"env/{tag}/{name}": value for tag, mine in by_tag.items() for name, value in _summary(mine, reporting).items()
     }
+
+
+def rollout_metrics(counts: Mapping[str, float], *, ahead: bool) -> dict[str, float]:
+    """The counts of a step's batch. `ahead`: whether it was played ahead of the weights."""
+    names = {f"rollout/{name}": float(value) for name, value in counts.items() if name != DISCARDED}
+    # A run on written rollouts may read those of a version that did not count them.
+    return names | ({f"async/{DISCARDED}": float(counts.get(DISCARDED, 0))} if ahead else {})
 
 
 def throughput(values: Mapping[str, float], clock: Clock, epochs: int, worked: float) -> dict[str, float]:

@@ -64,7 +64,7 @@ class Pipeline:
         self, runtime: Runtime, tracking: Tracking, opened: contextlib.AsyncExitStack, start: resume.Checkpoint | None
     ) -> Loop:
         """Place the roles and build every room around them."""
-        config, clock = self.config, Clock()
+        config, clock = self.config, Clock(asyncio.get_running_loop().time)
         estimator: AdvantageEstimator = builders.build(
             "advantage_estimator", config.adv_estimator, EstimatorContext(seed=config.seed)
         )

@@ -23,6 +23,7 @@ COUNTS = (
     "dropped_members",
     "replaced_groups",
     "discarded_episodes",
+    "discarded_tokens",
 )
 
 Place = tuple[int, int, int]
@@ -176,6 +177,7 @@ class GroupBuffer:
             return
         group.counts["replaced_groups"] += 1
         group.counts["discarded_episodes"] += group.usable
+        group.counts["discarded_tokens"] += sum(_tokens(played) for played in group.outcomes.values() if played)
         replacement = self._group(group.step, group.slot, group.round + 1, step.render)
         replacement.counts, replacement.failures = group.counts, group.failures
         self._enter(replacement)
@@ -299,15 +301,17 @@ class GroupBuffer:
         for member, trajectories, samples in record["members"]:
             group.outcomes[member] = None if trajectories is None else Played(trajectories, samples, None)
         group.attempts = dict(record["open"])
+        group.counts = Counter(record["counts"])
         for member, generations, digests in record.get("records", ()):
+            kept = Record({turn: Generation(**one) for turn, one in generations}, digests)
             if group.plan.replayable:
-                group.records[member] = Record({turn: Generation(**one) for turn, one in generations}, digests)
+                group.records[member] = kept
                 group.resumed.add(member)
             else:
                 group.attempts[member] += 1
                 group.anew.add(member)
+                group.counts["discarded_tokens"] += kept.tokens
                 self.restarted += 1
-        group.counts = Counter(record["counts"])
         group.failures = [((serial, member, attempt), line) for serial, member, attempt, line in record["failures"]]
         if number not in self._steps:
             self._steps[number] = Step(number, 0, self._planned, unfinished=len(self._slots))
@@ -350,6 +354,11 @@ def _uncount(group: Group, counts: Counter[str]) -> None:
         counts["retries"] -= group.attempts[member] > 0
 
 
+def _tokens(played: Played) -> int:
+    """Sampled ones."""
+    return sum(int(turn.response_mask.sum()) for one in played.trajectories for turn in one.turns)
+
+
 def _result(step: Step) -> RolloutResult:
     # By serial, which is not the slot's order once a group was replaced.
     groups = sorted(step.groups.values(), key=lambda group: group.serial)
@@ -361,7 +370,7 @@ def _result(step: Step) -> RolloutResult:
         "planned_episodes": float(step.planned),
         "episodes": float(len(kept)),
         "turns": float(len(turns)),
-        "sampled_tokens": float(sum(int(turn.response_mask.sum()) for turn in turns)),
+        "sampled_tokens": float(sum(_tokens(outcome) for _, _, outcome in kept)),
     }
     return RolloutResult(
         trajectories=trajectories,

@@ -45,18 +45,23 @@ class Pool:
         self._starts = starts
         self._idle: list[Host] = []
 
-    async def take(self) -> Host:
-        """An idle environment, or a new one. Raises EnvironmentFailure where it cannot be built."""
+    async def take(self, note: Callable[[str], None]) -> Host:
+        """An idle environment, or a new one. `note` is told what the episode waits for. Raises EnvironmentFailure where
+        it cannot be built."""
         if self._idle:
             return self._idle.pop()
         host = HOSTS[self.plan.step](self.plan.tag, self.plan.build, self._sweeper)
         try:
             if self.plan.step == "process":
+                note("its turn to start a process")
                 # Its clock begins with its turn: all at once would take each other's time, and fail as environments
                 # that hang.
                 async with self._starts:
+                    note("its environment's process")
                     await host.call("start", self.settings.reset_timeout)
+            note("its turn to build an environment")
             async with self.gate:
+                note("its environment's build")
                 await host.call("build", self.settings.reset_timeout)
         except EnvironmentFailure:
             await host.discard(self.settings.step_timeout)
@@ -141,6 +146,7 @@ class HostedEnvironment:
             raise ReplayDiffers(f"{self._tag}: call {self._calls} of the replayed episode returned something else.")
 
     async def _render(self, frames: list[Frame]) -> None:
+        self._note("its environment's render")
         try:
             frame = await self._host.call("render", self._settings.step_timeout)
         except EnvironmentTimeout:
@@ -225,9 +231,13 @@ class Requests:
 
 
 class EpisodeSampler:
-    """The model of one attempt, as its manager sees it (turnwise.contracts.env_manager.Sampler)."""
+    """The model of one attempt, as its manager sees it (turnwise.contracts.env_manager.Sampler). `tokens`: how many it
+    has sampled, those of the record among them, replayed or not."""
 
-    __slots__ = ("_attempt", "_member", "_order", "_record", "_replayed", "_requests", "_seed", "_tag", "input")
+    __slots__ = (
+        *("_attempt", "_member", "_order", "_record", "_replayed", "_requests", "_seed", "_tag"),
+        *("input", "tokens"),
+    )
 
     def __init__(
         self,
@@ -242,6 +252,7 @@ class EpisodeSampler:
         self._record = record
         # What the record holds from now on is this attempt's own.
         self._replayed = {} if record is None else dict(record.generations)
+        self.tokens = 0 if record is None else record.tokens
         self.input: str = requests.backend.input
         self._requests = requests
         self._tag = tag
@@ -281,6 +292,7 @@ class EpisodeSampler:
             tag=self._tag,
         )
         generation = await self._requests.send(request)
+        self.tokens += generation.tokens
         if self._record is not None:
             self._record.generations[turn] = generation
         return generation

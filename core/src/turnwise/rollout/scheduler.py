@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +25,6 @@ from turnwise.contracts.rollout import (
 from turnwise.errors import CheckpointError, EngineError, EnvironmentFailure, TurnwiseError, one_line
 from turnwise.rollout.buffer import Group, GroupBuffer, Place
 from turnwise.rollout.occupancy import Occupancy
-from turnwise.rollout.origin import raised
 from turnwise.rollout.watchdog import Watchdog
 from turnwise.rollout.worker import GRACE_SECONDS, LocalExecutor
 
@@ -57,9 +55,10 @@ class Scheduler:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._worked, self._noted = 0.0, time.perf_counter()
+        self._working, self._worked, self._noted = False, 0.0, 0.0
         self.replayed = 0
         """Episodes that went on from their record."""
+        self._differed: list[str] = []
         if settings.cuts_episodes:
             self._inner.gate.changed = self._gate_changed
 
@@ -77,8 +76,22 @@ class Scheduler:
             if ahead not in self.buffer:
                 self.buffer.admit(ahead)
         assert step in self.buffer, "neither a step past max_steps nor one that these weights may not play is asked for"
-        await self._play(lambda: self.buffer.finished(step))
+        try:
+            await self._play(lambda: self.buffer.finished(step))
+        finally:
+            self._tell_differed()
         return self.buffer.take(step)
+
+    def _tell_differed(self) -> None:
+        """One line for all episodes that could not be replayed since the last: there may be as many as were open."""
+        if self._differed:
+            logger.warning(
+                "%d open episodes of the checkpoint start anew: their environments do not repeat what they did (the"
+                " first: %s)",
+                len(self._differed),
+                self._differed[0].rstrip("."),
+            )
+            self._differed.clear()
 
     async def settled(self, version: int) -> None:
         """Wait until the weights of `version` may take the place of those that serve, by `weight_update`: until every
@@ -105,6 +118,7 @@ class Scheduler:
             # A backend learns first how many may ask, then they do.
             self._occupancy.set(len(self._tasks))
             self._inner.gate.open()
+            self._note_work()
 
     @property
     def _inner(self) -> LocalExecutor:
@@ -113,7 +127,9 @@ class Scheduler:
         return self.executor
 
     def _report(self) -> None:
-        """How many may ask the backend: a gate that is closed lets nobody through but those who asked before."""
+        """After every change of who plays. How many may ask the backend: a gate that is closed lets nobody through but
+        those who asked before."""
+        self._note_work()
         held = self.settings.cuts_episodes and self._inner.gate.closed
         self._occupancy.set(self._inner.gate.flying if held else len(self._tasks))
 
@@ -133,17 +149,20 @@ class Scheduler:
         return played
 
     def worked(self) -> float:
-        """Seconds in which any episode was alive, since this was last asked."""
+        """Seconds in which any episode was alive and not held, since this was last asked."""
         self._note_work()
         worked, self._worked = self._worked, 0.0
         return worked
 
     def _note_work(self) -> None:
-        """Before the number of tasks changes: what has passed was spent with those there are."""
-        now = time.perf_counter()
-        if self._tasks:
+        """After the number of tasks, or the gate, has changed: what has passed was spent as it was before."""
+        now = asyncio.get_running_loop().time()
+        if self._working:
             self._worked += now - self._noted
         self._noted = now
+        # Held, with all answered: an evaluation, or the weights' way, has the sampler's time.
+        held = self.settings.cuts_episodes and self._inner.gate.closed and not self._inner.gate.flying
+        self._working = bool(self._tasks) and not held
 
     def gauges(self) -> dict[str, float]:
         """Metrics of what is played ahead; {} where nothing is."""
@@ -206,9 +225,9 @@ class Scheduler:
             self.buffer.pause()
         else:
             self.buffer.give_up()
-        self._note_work()
         # `_member` and `_left` look here: what was given up changes neither the buffer nor the failure any more.
         self._tasks.clear()
+        self._note_work()
         for task in tasks:
             task.cancel()
         if tasks:
@@ -221,7 +240,6 @@ class Scheduler:
     def _fill(self) -> None:
         """Start waiting episodes as far as `max_concurrent` allows, then report how many are alive, before any can
         ask."""
-        self._note_work()
         limit = None if self.settings.max_concurrent is None else self.settings.max_concurrent * self.executor.workers
         while limit is None or len(self._tasks) < limit:
             if (waiting := self.buffer.start()) is None:
@@ -250,18 +268,16 @@ class Scheduler:
                 outcome = await self._attempt(group, place)
                 break
             except ReplayDiffers as error:
-                logger.warning("%s, group %d, member %d: %s It starts anew", group.plan.tag, *place[:2], error)
+                self._differed.append(f"group {group.serial}, member {member} of {error}")
                 self.replayed -= 1
                 self.buffer.restarted += 1
-            except Exception as error:
-                if isinstance(error, TurnwiseError) and not isinstance(error, EnvironmentFailure):
-                    raise
+                group.counts["discarded_tokens"] += error.sampled_tokens
+            except EnvironmentFailure as error:
                 self._count(group, place, error)
         else:
             group.counts["dropped_members"] += 1
         if task in self._tasks and self._failure is None:  # else nothing is started any more
             # Its group may be over: the replacement takes its place in one change of the number alive.
-            self._note_work()
             self._tasks.discard(task)
             self.buffer.end(group, member, outcome)
             try:
@@ -278,7 +294,6 @@ class Scheduler:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if task not in self._tasks:  # its member has its outcome, or `_abort` has given it up
             return
-        self._note_work()
         self._tasks.discard(task)
         place = f"{group.plan.tag}, group {group.serial}, member {member}"
         if isinstance(error, asyncio.CancelledError):
@@ -307,12 +322,12 @@ class Scheduler:
         # A request of an episode that was given up, and hangs on, may expire while others play: it is none of theirs.
         return await self.executor.play(spec, lambda error: self._fail(error) if task in self._tasks else None)
 
-    def _count(self, group: Group, place: Place, error: Exception) -> None:
+    def _count(self, group: Group, place: Place, error: EnvironmentFailure) -> None:
         """Count a failed attempt. Raises EnvironmentFailure when there are too many of them."""
         serial, member, attempt = place
-        cause = str(error) if isinstance(error, EnvironmentFailure) else f"the environment manager {raised(error)}"
-        line = f"{group.plan.tag}, group {serial}, member {member}, attempt {attempt}: {' '.join(cause.split())}"
+        line = f"{group.plan.tag}, group {serial}, member {member}, attempt {attempt}: {' '.join(str(error).split())}"
         group.failures.append((place, line))
+        group.counts["discarded_tokens"] += error.sampled_tokens
         if isinstance(error, WorkerLost) and not error.counts:
             return
         group.counts["env_failures"] += 1

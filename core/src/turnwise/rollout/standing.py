@@ -3,7 +3,7 @@ one, too."""
 
 from __future__ import annotations
 
-import time
+import asyncio
 
 from attrs import define, field
 
@@ -20,7 +20,7 @@ class Standing:
     def at(self, spec: EpisodeSpec, what: str) -> None:
         """From now on the episode waits for `what`."""
         self.moved += 1
-        self._at[spec] = what, time.monotonic()
+        self._at[spec] = what, asyncio.get_running_loop().time()
 
     def left(self, spec: EpisodeSpec) -> None:
         """The episode has ended, in whatever way."""
@@ -29,7 +29,7 @@ class Standing:
 
     def lines(self) -> list[str]:
         """Who waits for what since when, the longest first."""
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         waiting = sorted(self._at.items(), key=lambda item: item[1][1])
         return [f"{name(spec)}: {what}, for {now - since:.0f} s" for spec, (what, since) in waiting]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 
 from turnwise.contracts.rollout import Executor
@@ -21,12 +20,13 @@ class Watchdog:
 
     async def wait(self, future: asyncio.Future[None]) -> None:
         """Until the future is done. Raises TurnwiseError: nothing moved for `timeout` seconds."""
-        seen, since = self._executor.moved(), time.monotonic()
+        clock = asyncio.get_running_loop().time
+        seen, since = self._executor.moved(), clock()
         while not future.done():
             await asyncio.wait([future], timeout=min(self._timeout / 10, 5.0))
             if (now := self._executor.moved()) != seen:
-                seen, since = now, time.monotonic()
-            elif not future.done() and time.monotonic() - since > self._timeout:
+                seen, since = now, clock()
+            elif not future.done() and clock() - since > self._timeout:
                 raise TurnwiseError(self._stalled())
 
     def _stalled(self) -> str:

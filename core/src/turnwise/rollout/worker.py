@@ -18,6 +18,7 @@ from turnwise.data.trajectory import Trajectory
 from turnwise.errors import EngineError, EnvironmentFailure, PluginError, TurnwiseError, boundary, one_line
 from turnwise.rollout.episode import EpisodeSampler, HostedEnvironment, Pool, Requests
 from turnwise.rollout.gate import Gate
+from turnwise.rollout.origin import raised
 from turnwise.rollout.standing import Standing
 from turnwise.rollout.sweeper import Sweeper
 
@@ -62,9 +63,9 @@ class LocalExecutor:
         self._players: dict[str, dict[str, InferenceBackend]] = {}
 
     async def play(self, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]) -> Played:
-        """As Executor.play; an exception of the manager passes as it is."""
+        """As Executor.play."""
         self._playing += 1
-        self.standing.at(spec, "an environment")
+        self.standing.at(spec, "its environment")
         try:
             return await self._play(spec, stop)
         finally:
@@ -78,7 +79,8 @@ class LocalExecutor:
         pool = self._pools[spec.tag]
         plan = pool.plan
         frames: list[Frame] | None = [] if spec.rendered else None
-        host = await pool.take()
+        host = await pool.take(partial(self.standing.at, spec))
+        sampler = self._sampler(self.backend, spec, stop)
         try:
             episode = Episode(
                 environment=HostedEnvironment(
@@ -93,7 +95,7 @@ class LocalExecutor:
                 seed=spec.seed,
                 samplers={name: self._sampler(player, spec, stop) for name, player in self._players_of(plan).items()},
             )
-            trajectories = _several(await plan.manager.run(episode, self._sampler(self.backend, spec, stop)), spec.tag)
+            trajectories = _several(await plan.manager.run(episode, sampler), spec.tag)
             for trajectory in trajectories:
                 # The manager's own penalty, or a sum of rewards of which each is fine.
                 if not abs(trajectory.score) <= LARGEST_REWARD:
@@ -112,9 +114,16 @@ class LocalExecutor:
             host.abandon()
             raise
         except BaseException as error:
+            self.standing.at(spec, "its environment's close")
             await host.discard(self.settings.step_timeout)
-            if isinstance(error, Exception):
+            if isinstance(error, EnvironmentFailure):
+                error.sampled_tokens = sampler.tokens
+            if isinstance(error, TurnwiseError):
                 raise
+            if isinstance(error, Exception):
+                failure = EnvironmentFailure(f"the environment manager {raised(error)}")
+                failure.sampled_tokens = sampler.tokens
+                raise failure from error
             # asyncio lets SystemExit through to whoever runs the loop: a run would end without a word, a worker by its
             # death.
             place = f"{spec.tag}, group {spec.group}, member {spec.member}"

@@ -169,9 +169,10 @@ class FakeModelSource:
 
 @frozen
 class FakeBackendConfig:
-    """`delay`: seconds that every request takes."""
+    """Seconds that every request takes (`delay`), and each of its tokens (`token`): weights may come between two."""
 
     delay: float = 0.0
+    token: float = 0.0
 
 
 class FakeBackend:
@@ -211,21 +212,22 @@ class FakeBackend:
         assert request.ids is not None
         generator = np.random.default_rng(request.seed)
         before = int(request.ids[-1])
-        ids: list[int] = []
-        logprobs: list[float] = []
+        ids, versions, logprobs = list[int](), list[int](), list[float]()
         while len(ids) < request.max_new_tokens and END not in ids[-1:]:
+            if self._config.token:
+                await asyncio.sleep(self._config.token)
+                await self._awake.wait()
             scores = log_softmax(self._weights[before] / (request.args.temperature or 1.0))
             chosen = int(
                 scores.argmax() if request.args.temperature == 0 else generator.choice(VOCABULARY, p=np.exp(scores))
             )
             ids.append(chosen)
             logprobs.append(float(scores[chosen]))
+            versions.append(self._version)
             before = chosen
         self.served += 1
         finish: Literal["stop", "length"] = "stop" if END in ids[-1:] else "length"
-        return Generation(
-            FakeChat().decode(int32(ids)), int32(ids), float32(logprobs), int32([self._version] * len(ids)), finish
-        )
+        return Generation(FakeChat().decode(int32(ids)), int32(ids), float32(logprobs), int32(versions), finish)
 
     def live(self, episodes: int) -> None:
         """Remember the number of running episodes."""
@@ -238,7 +240,7 @@ class FakeBackend:
         return self._version
 
     async def pause(self) -> None:
-        """Hold requests that have not started."""
+        """Hold requests that have not started, and those that wait for their next token."""
         self._awake.clear()
 
     async def resume(self) -> None:
@@ -246,7 +248,7 @@ class FakeBackend:
         self._awake.set()
 
     async def abort(self, request: Request) -> None:
-        """Nothing to drop: a request is never in progress between two awaits."""
+        """Nothing to drop: what a request has sampled is its own."""
 
     async def sleep(self) -> None:
         """Nothing to give back."""

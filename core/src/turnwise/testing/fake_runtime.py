@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
+
+from attrs import frozen
 
 from turnwise.contracts.chat import Chat
 from turnwise.contracts.inference import InferenceBackend
@@ -23,15 +26,25 @@ from turnwise.plugins import registry
 T = TypeVar("T")
 
 
-class FakeRole(StrategyRole):
-    """A training role in this thread."""
+@frozen
+class FakeRuntimeConfig:
+    """`update`: seconds that every update of a training role takes, in which others play."""
 
-    def __init__(self, strategy: TrainStrategy, role: str = "actor_train") -> None:
+    update: float = 0.0
+
+
+class FakeRole(StrategyRole):
+    """A training role in this thread. `update`: as in FakeRuntimeConfig."""
+
+    def __init__(self, strategy: TrainStrategy, role: str = "actor_train", update: float = 0.0) -> None:
         self.strategy = strategy
         self.role = role
+        self._update = update
 
     async def run(self, method: str, work: Callable[[TrainStrategy], T]) -> T:
-        """Do it here and now."""
+        """Do it here and now, or at the end of the time that an update takes."""
+        if method == "update" and self._update:
+            await asyncio.sleep(self._update)
         with boundary(f"{self.role}: {method}", TrainerError):
             return work(self.strategy)
 
@@ -41,12 +54,14 @@ class FakeRuntime:
 
     capabilities = RuntimeCapabilities(one_process=True)
 
-    def __init__(self, config: None, context: RuntimeContext) -> None:
+    def __init__(self, config: FakeRuntimeConfig, context: RuntimeContext) -> None:
+        self._config = config
         self._placed: list[TrainRole | InferenceBackend] = []
 
     async def train(self, plan: TrainPlan) -> TrainRole:
         """Build the strategy by name."""
-        role = FakeRole(registry().build("train_strategy", plan.implementation, plan.config, plan.context), plan.role)
+        strategy = registry().build("train_strategy", plan.implementation, plan.config, plan.context)
+        role = FakeRole(strategy, plan.role, self._config.update)
         self._placed.append(role)
         return role
 

@@ -133,6 +133,7 @@ def runtimes() -> list[Implementation]:
         Implementation(
             "fake_runtime",
             "turnwise.testing.fake_runtime:FakeRuntime",
+            config="turnwise.testing.fake_runtime:FakeRuntimeConfig",
             aliases=("fake",),
             summary="every role in one thread",
         )
