@@ -61,7 +61,7 @@ def test_memory_of_the_set_ups_by_hand() -> None:
     assert (infer["weights"], infer["kv_cache"]) == (2 * count, int(0.6 * 40e9) - 2 * count - infer["activations"])
     assert (train["weights"], train["gradients"], train["optimizer"]) == (
         2 * count // 8,
-        2 * count // 8,
+        4 * count // 8,
         12 * count // 8,
     )
     count = 7_615_616_512

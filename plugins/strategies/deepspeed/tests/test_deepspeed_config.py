@@ -19,12 +19,17 @@ FACTS = {"parameters": 1000, "dtype": "bf16", "world": 8}
 
 @pytest.mark.parametrize(
     ("stage", "weights", "gradients", "optimizer"),
-    [(0, 2000, 2000, 12000), (1, 2000, 2000, 1500), (2, 2000, 250, 1500), (3, 250, 250, 1500)],
+    [(0, 2000, 2000, 12000), (1, 2000, 6000, 1500), (2, 2000, 500, 1500), (3, 250, 500, 1500)],
 )
 def test_each_stage_shards_one_thing_more(stage: int, weights: int, gradients: int, optimizer: int) -> None:
     expected = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "cpu": 0}
     assert DeepspeedConfig(stage=stage).memory(FACTS) == expected
     assert DeepspeedConfig(zero_optimization={"stage": stage}).memory(FACTS) == expected
+
+
+@pytest.mark.parametrize(("stage", "gradients"), [(0, 4000), (1, 4000), (2, 500), (3, 500)])
+def test_gradients_of_a_32_bit_model_are_their_own_sums(stage: int, gradients: int) -> None:
+    assert DeepspeedConfig(stage=stage).memory({**FACTS, "dtype": "fp32"})["gradients"] == gradients
 
 
 def test_a_reference_holds_weights_alone() -> None:
@@ -41,7 +46,7 @@ def test_what_is_offloaded_is_main_memory() -> None:
     config, problems = structure(DeepspeedConfig, record.presets["deepspeed_zero3_cpuoffload"])
     assert problems == []
     assert config is not None
-    assert config.memory(FACTS) == {"weights": 0, "gradients": 0, "optimizer": 0, "cpu": 250 + 250 + 1500}
+    assert config.memory(FACTS) == {"weights": 0, "gradients": 0, "optimizer": 0, "cpu": 250 + 500 + 1500}
     nothing = {"stage": 3, "offload_optimizer": {"device": "none"}}
     assert DeepspeedConfig(zero_optimization=nothing).memory(FACTS)["cpu"] == 0
 

@@ -196,6 +196,27 @@ def test_running_out_of_memory_names_phase_role_and_keys(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_take_what_plan_counts_for_them(build: Build, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    """Looked at when all micro-batches of an update are summed. Where DeepSpeed keeps the sums differs by stage."""
+    strategy = build(zero(stage), dtype="bf16")
+    strategy.update(Update(make_rows(0, 6), lr=1e-3))  # buffers are made at the first
+    optimize, found = strategy._optimize, list[torch.Tensor]()
+
+    def look(lr: float) -> float:
+        names = ("fp32_groups_gradients_flat", "averaged_gradients")
+        found.extend(memory._reachable([getattr(strategy.engine.optimizer, name, None) for name in names]))
+        found.extend(p.grad for p in strategy.model.parameters() if p.grad is not None)
+        return float(optimize(lr))
+
+    monkeypatch.setattr(strategy, "_optimize", look)
+    strategy.update(Update(make_rows(1, 6), lr=1e-3))
+    count = sum(getattr(p, "ds_numel", p.numel()) for p in strategy.model.parameters())
+    bytes_held = sum({t.data_ptr(): t.nbytes for t in found}.values())
+    expected = strategy.config.memory({"parameters": count, "dtype": "bf16", "world": 1})["gradients"]
+    assert expected <= bytes_held <= 1.01 * expected  # sums are padded to whole blocks
+
+
 def own_memory(model: torch.nn.Module) -> None:
     """What is still mapped from the model's file is copied, as it is on its way to a GPU."""
     for tensor in (*model.parameters(), *model.buffers()):

@@ -52,7 +52,7 @@ class DeepspeedConfig:
 
     @property
     def zero_stage(self) -> int:
-        """0: nothing is sharded, 1: the optimizer, 2: gradients too, 3: weights too. 2 where none is named: 0 and 1 sum
+        """0: nothing is sharded, 1: the optimizer, 2: gradients too, 3: weights too. 2 where none is named: 0 sums
         gradients in bf16."""
         return int(self.zero_optimization.get("stage", 2) if self.stage is None else self.stage)
 
@@ -73,8 +73,8 @@ class DeepspeedConfig:
         """Bytes on one device: `weights`, `gradients`, `optimizer`; `cpu`: what is offloaded from it.
 
         `facts`: `parameters` (a count), `dtype`, `world` (devices), `trainable` (default true). Sharded as in ZeRO
-        (Rajbhandari et al. 2020, arXiv 1910.02054, section 3): 16-bit weights and gradients of 2 bytes, fp32 masters
-        and two moments of 12.
+        (Rajbhandari et al. 2020, arXiv 1910.02054, section 3): 16-bit weights of 2 bytes, fp32 masters and two moments
+        of 12, and gradients as `_gradient_bytes` says.
         """
         count, width, world, stage = (
             int(facts["parameters"]),
@@ -85,7 +85,7 @@ class DeepspeedConfig:
         weights = count * width // (world if stage >= 3 else 1)
         gradients = optimizer = 0
         if facts.get("trainable", True):
-            gradients = count * width // (world if stage >= 2 else 1)
+            gradients = count * self._gradient_bytes(width) // (world if stage >= 2 else 1)
             # A 32-bit model is its own master: the moments alone are added.
             optimizer = count * (8 if width == 4 else 12) // (world if stage >= 1 else 1)
         cpu = 0
@@ -94,3 +94,12 @@ class DeepspeedConfig:
         if self.offloads("param"):
             cpu, weights = cpu + weights, 0
         return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "cpu": cpu}
+
+    def _gradient_bytes(self, width: int) -> int:
+        """Of one parameter's gradient, where a weight takes `width` bytes."""
+        # A 32-bit model sums in its own gradients, and at stage 0 a 16-bit one does, too.
+        if width == 4 or self.zero_stage == 0:
+            return width
+        # Sums over micro-batches are fp32. Stage 1 keeps the model's own 16-bit gradients allocated beside them; from
+        # stage 2 on they go when they are added.
+        return 4 + width if self.zero_stage == 1 else 4
