@@ -78,3 +78,49 @@ def test_an_environment_whose_constructor_exits_is_reported_and_ends_nothing(toy
     assert line.startswith(
         "custom_envs.Toy: the environment 'bad' cannot be built with env_config {}: SystemExit: 0. Fix:"
     )
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("raise FileNotFoundError('rows.jsonl')", "FileNotFoundError: rows.jsonl"),
+        ("return self.rows", "AttributeError: 'Bad' object has no attribute 'rows'"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+    ],
+)
+def test_an_environment_whose_number_of_tasks_raises_is_reported(
+    toy: Toy, tmp_path: Path, body: str, says: str
+) -> None:
+    property_ = f"    @property\n    def num_tasks(self):\n        {body}\n"
+    envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
+    line = only(found(toy(plugins=plugin(tmp_path, environment(property_)), custom_envs=envs)).config)
+    assert line.startswith(f"custom_envs.Toy: num_tasks of the environment 'bad' raised {says}. Fix:")
+
+
+@pytest.mark.parametrize("count", ["'12'", "0", "-3", "2.0", "True"])
+def test_a_number_of_tasks_that_counts_nothing_is_reported(toy: Toy, tmp_path: Path, count: str) -> None:
+    envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
+    body = environment(f"    num_tasks = {count}\n")
+    line = only(found(toy(plugins=plugin(tmp_path, body), custom_envs=envs)).config)
+    assert line.startswith(f"custom_envs.Toy: num_tasks of the environment 'bad' is {count}, no number of tasks. Fix:")
+
+
+@pytest.mark.parametrize("count", ["None", "__import__('numpy').int64(3)"])
+def test_a_number_of_tasks_may_be_numpy_s_or_absent(toy: Toy, tmp_path: Path, count: str) -> None:
+    envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
+    assert (
+        found(toy(plugins=plugin(tmp_path, environment(f"    num_tasks = {count}\n")), custom_envs=envs)).config == []
+    )
+
+
+def test_a_number_of_tasks_that_is_never_known_is_reported_within_its_timeout(toy: Toy, tmp_path: Path) -> None:
+    body = environment(f"    @property\n    def num_tasks(self):\n        {HANG}")
+    manager = {"num_env_groups": 2, "group_size": 2, "tags": ["Toy"], "reset_timeout": 0.2}
+    envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
+    path = toy(
+        plugins=plugin(tmp_path, body), custom_envs=envs, train_env_manager=manager, val_env_manager=None, eval_steps=0
+    )
+    line = only(found(path).config)
+    assert line.startswith(
+        "custom_envs.Toy: num_tasks of the environment 'bad' was not read within reset_timeout = 0.2 s. Fix:"
+    )
