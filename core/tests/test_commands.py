@@ -223,6 +223,14 @@ def test_a_failed_run_says_what_was_saved_and_how_to_go_on(toy: Toy, tmp_path: P
     assert nothing.stderr.splitlines()[-1] == "saved: nothing yet"
 
 
+def test_the_command_to_resume_repeats_no_secret(toy: Toy, tmp_path: Path) -> None:
+    path = with_strategy(toy, tmp_path, "if self._updates >= 5: raise TrainerError('gone. Fix: again')", save_steps=1)
+    got = turnwise("train", path, "vars.api_key=sk-0123456789")
+    assert got.exit_code == 1
+    assert got.stderr.splitlines()[-1].startswith(f"resume: {program()} train {path} 'vars.api_key=***' resume_")
+    assert "sk-0123456789" not in got.stderr + got.stdout
+
+
 def test_out_of_memory_is_one_line_with_what_was_saved_and_how_to_go_on(toy: Toy, tmp_path: Path) -> None:
     raising = (
         "if self._updates >= 5: raise OutOfMemory('out of memory, in the update of actor_train. Fix: lower"

@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from turnwise.config.loader import Loaded, load
+from turnwise.config.masking import shown_override
 from turnwise.config.schema import Choice
 from turnwise.data.record import plain
 from turnwise.data.transcript import readable
@@ -98,7 +99,8 @@ def _unforeseen(error: BaseException, logs: Path) -> TurnwiseError:
 
 
 def _command(name: str, path: Path, overrides: Sequence[str]) -> str:
-    return shlex.join([program(), name, str(path), *overrides])
+    # It stands on the terminal and in logs of jobs: who goes on writes a key again where `***` stands.
+    return shlex.join([program(), name, str(path), *map(shown_override, overrides)])
 
 
 def program() -> str:

@@ -18,6 +18,7 @@ from turnwise.config.convert import structure, to_plain
 from turnwise.config.defaults import add_defaults
 from turnwise.config.foreign.keys import RULES
 from turnwise.config.foreign.translate import apply
+from turnwise.config.masking import written_secrets
 from turnwise.config.problems import Data, Path, Report, Sources, at, masked
 from turnwise.config.relations import check_relations
 from turnwise.config.runtimes import choose_runtime
@@ -98,8 +99,9 @@ def load(
     # Before anything is resolved: `${…}` may name a preset.
     _presets(found, merged, registry, report)
     resolved = resolve(merged, report)
-    # From here on a message may quote a value of the environment, so every line is masked.
-    report.secrets = secrets(resolved.references)
+    # From here on a message may quote a value of the environment or under a key such as `api_key`, so every line is
+    # masked. The name of a variable says more than `***`, and goes first.
+    report.secrets |= written_secrets(resolved.data) | secrets(resolved.references)
     # Taken before the translation changes the data: the text is read by `load` again, and translated then.
     whole = _referring(resolved)
     config, free = _convert(resolved.data, merged, registry, report)

@@ -12,6 +12,7 @@ from attrs import define, field
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from turnwise.config.masking import secrets_of, shown_override
 from turnwise.config.problems import Path, Report, at
 from turnwise.config.source.limits import DEEPEST, MOST_VALUES
 from turnwise.config.source.yaml_file import YamlFile, parse_value
@@ -164,12 +165,15 @@ def _remove(config: DictConfig, path: Path) -> None:
 
 def _override(config: DictConfig, override: str, report: Report) -> None:
     """Apply `key=value`; dotted keys make the blocks that are missing, `a[0]` or `a.0` an element of a list."""
-    label = f"override {override!r}"
+    # Every message about a value names the override that brought it, and may quote what could not be read.
+    label = f"override {shown_override(override)!r}"
+    report.secrets |= secrets_of(override)
     match = _OVERRIDE.match(override)
     if override.startswith("~") or not match:
-        report.sources.places[(override,)] = label
+        shown = shown_override(override)
+        report.sources.places[(shown,)] = label
         report.error(
-            (override,),
+            (shown,),
             "an override is written key=value. Fix: for example actor_train.training_args.learning_rate=1e-6 (key=null"
             " to unset)",
         )
