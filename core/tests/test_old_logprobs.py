@@ -8,15 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from turnwise.config.schema import EnvManagerConfig, ModelArgs, Role, RunConfig
+from turnwise import Implementation
+from turnwise.config.schema import Choice, EnvManagerConfig, ModelArgs, Role, RunConfig
+from turnwise.contracts.estimator import EstimatorCapabilities
 from turnwise.data.batch import Batch
 from turnwise.data.rows import Rows
 from turnwise.errors import ConfigError
 from turnwise.pipeline.old_logprobs import OldLogProbs
+from turnwise.testing.registered import registered
 from turnwise.testing.synthetic import batch_of, row_per_turn, trajectories
 
 
-def chooser(mode: str = "auto", shared: bool = True, beta: float = 0.0, dtype: str = "fp32") -> OldLogProbs:
+def chooser(
+    mode: str = "auto", shared: bool = True, beta: float = 0.0, dtype: str = "fp32", estimator: str = "grpo"
+) -> OldLogProbs:
     config = RunConfig(
         max_steps=1,
         rollout_batch_size=6,
@@ -25,6 +30,7 @@ def chooser(mode: str = "auto", shared: bool = True, beta: float = 0.0, dtype: s
         custom_envs={},
         recompute_old_logprobs=mode,  # type: ignore[arg-type]
         init_kl_coef=beta,
+        adv_estimator=Choice(estimator),
         actor_train=Role(model_args=ModelArgs(dtype=dtype)),  # type: ignore[arg-type]
     )
     return OldLogProbs(config, shared=shared)
@@ -80,6 +86,21 @@ def test_in_16_bits_a_samplers_log_probs_are_not_the_trainers_own(dtype: str) ->
     assert chooser(dtype=dtype).choose(sampled(), 1, 3) == "detached"
     assert chooser(dtype=dtype).choose(sampled(), 2, 3) == "recompute"
     assert chooser(mode="false", dtype=dtype).choose(sampled(), 2, 3) == "sampler"
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"), [("old_log_probs", "recompute"), ("infer_log_probs", "detached"), ("values", "detached")]
+)
+def test_an_estimator_that_reads_old_log_probs_gets_no_gap_in_their_place(column: str, expected: str) -> None:
+    class Reads:
+        capabilities = EstimatorCapabilities(needs=frozenset({column}))
+
+    with registered(("advantage_estimator", Implementation("reads", Reads))):
+        here = chooser(shared=False, estimator="reads")
+        assert here.choose(sampled(), 1, 3) == expected
+        if column == "infer_log_probs":
+            with pytest.raises(ConfigError, match=r"^adv_estimator: reads needs the sampler's log-probs, and it gave"):
+                here.choose(sampled(known=False), 1, 3)
 
 
 def test_one_stale_token_is_enough_to_recompute() -> None:

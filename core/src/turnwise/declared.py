@@ -41,6 +41,18 @@ def declared(record: type[Record], name: str, config: Any = None, among: Registr
     return found
 
 
+# Any: as in `declared`
+def declared_if_there(record: type[Record], name: str, config: Any = None, among: Registry | None = None) -> Record:
+    """As `declared`; the record's defaults where the implementation cannot be asked.
+
+    For arithmetic and relations between keys, which go on: that it is not there or broken is reported where it is
+    named."""
+    try:
+        return declared(record, name, config, among)
+    except PluginError:
+        return record()
+
+
 def _holder(kind: str, name: str, among: Registry) -> Any:
     """What speaks for an implementation with default options: its config class where that has the attribute, else its
     class."""

@@ -9,14 +9,13 @@ from attrs import evolve, fields_dict
 
 from turnwise.config.asynchronous import check_asynchronous, check_stalls
 from turnwise.config.correction import check_correction
+from turnwise.config.estimators import asked, check_estimator
 from turnwise.config.problems import Path, Report
 from turnwise.config.schema import MANAGERS, ROLES, UNKNOWN, Choice, EnvManagerConfig, Role, RunConfig
 from turnwise.config.updates import check_budget, check_updates, loss_capabilities, token_budget
 from turnwise.contracts.capabilities import ChecksRun
-from turnwise.contracts.estimator import EstimatorCapabilities
 from turnwise.data.ranges import faults
-from turnwise.declared import declared
-from turnwise.errors import PluginError, Problem, did_you_mean, one_line
+from turnwise.errors import Problem, did_you_mean, one_line
 from turnwise.importing import StrangerError, guarded
 from turnwise.plugins import Registry
 
@@ -41,7 +40,7 @@ def check_relations(config: RunConfig, registry: Registry, report: Report) -> Ru
     _mock(config, report)
     check_updates(config, registry, report)
     _own(config, report)
-    _signal(config, registry, report)
+    check_estimator(config, registry, report)
     return _needed_roles(config, registry, report)
 
 
@@ -307,55 +306,10 @@ def _roles(config: RunConfig, report: Report) -> None:
                 )
 
 
-def _signal(config: RunConfig, registry: Registry, report: Report) -> None:
-    """A group of one has no mean but its own: estimators that compare trajectories within groups give 0."""
-    if config.train_env_manager.group_size > 1:
-        return
-    given = config.reward_normalization
-    options = config.adv_estimator.config
-    stated = options is not None and "reward_normalization" in fields_dict(type(options))
-    own = options.reward_normalization if stated else None
-    # An estimator's own option goes before the key at the top.
-    settings = own or given
-    name = config.adv_estimator.name
-    known = _estimator(config, registry)
-    # None: the estimator cannot be asked, and only its settings say whether it compares.
-    compares = known.compares_in_groups if known is not None else None
-    grouped = bool(compares)
-    if settings is not None and settings.grouping in ("batch", "tags"):
-        grouped = False
-    if (
-        compares is not False
-        and settings is not None
-        and settings.method in ("mean", "mean_std")
-        and settings.grouping in (None, "traj_group_id")
-    ):
-        grouped = True
-    if grouped:
-        report.warn(
-            ("train_env_manager", "group_size"),
-            f"group_size 1 leaves {name!r} no other trajectory to compare with. Fix: group_size: 8",
-        )
-
-
-def _estimator(config: RunConfig, registry: Registry) -> EstimatorCapabilities | None:
-    """What the estimator declares; None where it cannot be asked, which is reported where it is named."""
-    try:
-        return declared(EstimatorCapabilities, config.adv_estimator.name, config.adv_estimator.config, registry)
-    except PluginError:
-        return None
-
-
 def _needed_roles(config: RunConfig, registry: Registry, report: Report) -> RunConfig:
     """The critic only where values are needed, the reference only where a KL coefficient is positive."""
-    known = _estimator(config, registry)
-    needs = known.needs if known is not None else None
-    if needs is not None and "values" in needs and config.critic is None:
-        text = f"adv_estimator {config.adv_estimator.name!r} needs the values of a critic"
-        report.error(
-            ("adv_estimator",), f"{text}. Fix: critic: {{strategy_args: …, training_args: …}}, or another estimator"
-        )
-    if needs is not None and "values" not in needs and config.critic is not None:
+    known = asked(config, registry)
+    if known is not None and "values" not in known.needs and config.critic is not None:
         report.warn(("critic",), f"is not loaded: adv_estimator {config.adv_estimator.name!r} needs no values")
         config = evolve(config, critic=None)
     if config.reference is not None and config.init_kl_coef == 0 and config.kl_loss_coef == 0:

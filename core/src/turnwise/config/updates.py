@@ -8,8 +8,7 @@ from turnwise.config.problems import Report
 from turnwise.config.schema import Role, RunConfig
 from turnwise.contracts.loss import LossCapabilities
 from turnwise.contracts.train import StrategyCapabilities
-from turnwise.declared import declared
-from turnwise.errors import PluginError
+from turnwise.declared import declared_if_there
 from turnwise.plugins import Registry
 
 
@@ -44,12 +43,9 @@ def strategy_capabilities(role: Role) -> StrategyCapabilities:
     """What a role's training strategy declares; the defaults where it cannot be asked, which is reported where it is
     named."""
     choice = role.strategy_args
-    try:
-        return (
-            declared(StrategyCapabilities, choice.name, choice.config) if choice is not None else StrategyCapabilities()
-        )
-    except PluginError:
+    if choice is None:
         return StrategyCapabilities()
+    return declared_if_there(StrategyCapabilities, choice.name, choice.config)
 
 
 def rows_per_update(role: Role) -> int:
@@ -88,7 +84,4 @@ def check_updates(config: RunConfig, registry: Registry, report: Report) -> None
 
 def loss_capabilities(config: RunConfig, registry: Registry | None = None) -> LossCapabilities:
     """What the policy loss declares; the defaults where it cannot be asked, which is reported where it is named."""
-    try:
-        return declared(LossCapabilities, config.pg_variant.name, config.pg_variant.config, registry)
-    except PluginError:
-        return LossCapabilities()
+    return declared_if_there(LossCapabilities, config.pg_variant.name, config.pg_variant.config, registry)

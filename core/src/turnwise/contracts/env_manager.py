@@ -98,7 +98,8 @@ class ManagerCapabilities(Capabilities):
     `joins_turns`: turns whose prompts continue each other share a row all the same. `drift_option`: the boolean option
     with which it compares the tokens of its prompts with a rendering of their
     messages: each turn then has the metric `drift` (1 where they differ) and, where they do, `extras["drift"]` with the
-    texts `used` and `rendered` from the first difference on; `turnwise check` tries it. Empty: it has none."""
+    texts `used` and `rendered` from the first difference on; `turnwise check` tries it. Empty: it has none. `columns`:
+    the token columns that its samples may have, which an estimator may need."""
 
     kind: ClassVar[str] = "env_manager"
     row_per_turn: bool = False
@@ -106,6 +107,7 @@ class ManagerCapabilities(Capabilities):
     roles: tuple[str, ...] = ()
     joins_turns: bool = False
     drift_option: str = ""
+    columns: frozenset[str] = frozenset()
 
 
 class EnvManager(Protocol):

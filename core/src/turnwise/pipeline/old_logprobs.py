@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from turnwise.config.estimators import needed_columns
 from turnwise.config.schema import RunConfig
 from turnwise.config.updates import loss_capabilities
 from turnwise.data.batch import Batch
@@ -41,7 +42,7 @@ class OldLogProbs:
         # policy's by some per cent.
         self._own = shared and config.actor_train.model_args.dtype == "fp32"
         self._correction = config.train_infer_correction is not None and config.train_infer_correction.active
-        self._read_beside = config.init_kl_coef > 0 or self._correction
+        self._read_beside = config.init_kl_coef > 0 or self._correction or "old_log_probs" in needed_columns(config)
         self._sampler_needed_by = _who_needs_the_sampler(config)
 
     async def add(self, batch: Batch, actor: Answers, *, updates: int, version: int) -> Batch:
@@ -88,4 +89,6 @@ def _who_needs_the_sampler(config: RunConfig) -> tuple[str, str] | None:
         return "train_infer_correction", "sample without truncation, or remove train_infer_correction"
     if loss_capabilities(config).needs_infer_log_probs:
         return f"pg_variant: {config.pg_variant.name}", "sample without truncation, or another pg_variant"
+    if "infer_log_probs" in needed_columns(config):
+        return f"adv_estimator: {config.adv_estimator.name}", "sample without truncation, or another adv_estimator"
     return None

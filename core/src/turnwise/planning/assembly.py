@@ -19,9 +19,9 @@ from turnwise.contracts.logger import Logger, LoggerContext
 from turnwise.contracts.rollout import RolloutSettings, TagPlan
 from turnwise.contracts.runtime import Runtime, RuntimeCapabilities, RuntimeContext, ServePlan, TrainPlan
 from turnwise.contracts.train import Lora, LossChoice, Objective, TrainContext
-from turnwise.declared import declared
+from turnwise.declared import declared, declared_if_there
 from turnwise.devices import visible_gpus
-from turnwise.errors import ConfigError, PluginError
+from turnwise.errors import ConfigError
 from turnwise.planning import placement
 from turnwise.planning.builders import EnvironmentBuilder, ManagerBuilder, PlayerBuilder, build, config_of
 from turnwise.rollout import Scheduler
@@ -350,19 +350,13 @@ def needs_reference(config: RunConfig) -> bool:
 
 def runtime_capabilities(config: RunConfig) -> RuntimeCapabilities:
     """What the runtime declares; the defaults where it cannot be asked, which is reported where it is named."""
-    try:
-        return declared(RuntimeCapabilities, config.runtime.name, config.runtime.config)
-    except PluginError:
-        return RuntimeCapabilities()
+    return declared_if_there(RuntimeCapabilities, config.runtime.name, config.runtime.config)
 
 
 def backend_capabilities(config: RunConfig) -> BackendCapabilities:
     """What the sampler's backend declares; the defaults where it cannot be asked, which is reported where it is
     named."""
     choice = config.actor_infer.strategy_args
-    try:
-        return (
-            declared(BackendCapabilities, choice.name, choice.config) if choice is not None else BackendCapabilities()
-        )
-    except PluginError:
+    if choice is None:
         return BackendCapabilities()
+    return declared_if_there(BackendCapabilities, choice.name, choice.config)

@@ -10,8 +10,7 @@ from turnwise.config.schema import CustomEnv, Role, RunConfig
 from turnwise.config.updates import data_parallel_size, rows_per_update
 from turnwise.contracts.batch_adjust import AdjustContext
 from turnwise.contracts.env_manager import ManagerCapabilities
-from turnwise.declared import declared
-from turnwise.errors import PluginError
+from turnwise.declared import declared_if_there
 from turnwise.planning import assembly, builders
 from turnwise.planning.schedules import learning_rate, schedule_of
 
@@ -107,10 +106,7 @@ def rows_per_step(config: RunConfig) -> tuple[int, int]:
 def manager_capabilities(env: CustomEnv) -> ManagerCapabilities:
     """As the environment manager declares it; one whose packages are missing here is taken to make one row an
     episode."""
-    try:
-        return declared(ManagerCapabilities, env.env_manager.name, env.env_manager.config)
-    except PluginError:
-        return ManagerCapabilities()
+    return declared_if_there(ManagerCapabilities, env.env_manager.name, env.env_manager.config)
 
 
 def merges(config: RunConfig) -> bool:

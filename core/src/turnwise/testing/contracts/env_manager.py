@@ -195,6 +195,21 @@ def test_rows_and_calls_are_as_many_as_the_manager_declares(implementation: Subj
         )
 
 
+def test_columns_of_its_own_are_declared(implementation: Subject, runner: asyncio.Runner) -> None:
+    manager = build(implementation)
+    declares = implementation.capabilities(ManagerCapabilities)
+    written = {
+        name
+        for trajectory in play(implementation, manager, runner).trajectories
+        for sample in manager.samples(trajectory)
+        for name in sample.columns
+    }
+    assert written <= declares.columns, (
+        f"samples have the columns {sorted(written)}, {sorted(declares.columns)} declared. Fix:"
+        " ManagerCapabilities(columns=…), without which an estimator that needs one is refused."
+    )
+
+
 def test_a_first_prompt_over_the_limit_is_never_sent(implementation: Subject, runner: asyncio.Runner) -> None:
     manager = build(implementation)
     # Below the shortest prompt that the fake chat can write.

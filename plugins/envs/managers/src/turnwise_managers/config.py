@@ -10,6 +10,9 @@ from attrs import Attribute, field, frozen, validators
 from turnwise.contracts.env_manager import ManagerCapabilities
 from turnwise_managers.templates import parse_template
 
+COLUMNS = frozenset({"expert_indices"})
+"""Token columns of samples whose sampler gives them."""
+
 
 def _pattern(_: Any, attribute: Attribute[Any], value: str | None) -> None:
     if value is None:
@@ -62,7 +65,7 @@ class TrajectoryConfig(ManagerConfig):
     """`history`: turns as chat messages, or the whole dialogue inside one assistant message. `detect_drift`: render
     every prompt anew and compare it with the tokens in use."""
 
-    capabilities: ClassVar[ManagerCapabilities] = ManagerCapabilities(drift_option="detect_drift")
+    capabilities: ClassVar[ManagerCapabilities] = ManagerCapabilities(drift_option="detect_drift", columns=COLUMNS)
     history: Literal["messages", "single_turn"] = field(
         default="messages", validator=validators.in_(("messages", "single_turn"))
     )
@@ -80,4 +83,4 @@ class StepwiseConfig(ManagerConfig):
     @property
     def capabilities(self) -> ManagerCapabilities:
         """A row of each turn, or of several that continue each other."""
-        return ManagerCapabilities(row_per_turn=True, joins_turns=self.merge_steps)
+        return ManagerCapabilities(row_per_turn=True, joins_turns=self.merge_steps, columns=COLUMNS)
