@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_cases import NEEDS_VLLM
 
 from turnwise.contracts.inference import InferenceContext
 from turnwise.contracts.train import Lora
@@ -25,9 +25,7 @@ TP, PP, SHARE = "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_ut
 
 
 @pytest.mark.engines
-@pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra: turnwise-vllm[vllm] or [cpu])"
-)
+@NEEDS_VLLM
 def test_argument_names_are_those_of_the_real_engine() -> None:
     known = arguments.argument_names()
     assert known is not None

@@ -12,22 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm_cases import CLOSE, FAR, IN_PROCESS
 
 from turnwise.contracts.inference import InferenceContext, Request
 from turnwise.contracts.train import Offer
 from turnwise.errors import ConfigError, EngineError, EngineLost
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.timeout(240),
-    # vLLM and what it imports warn of their own accord.
-    pytest.mark.filterwarnings(
-        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"
-    ),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-CLOSE = 1e-4
-FAR = 1e-2
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(240), *IN_PROCESS]
 Models = Callable[[int], Any]
 
 
@@ -62,35 +53,6 @@ def test_log_probs_of_a_truncated_request_are_left_out(lab: Any, models: Models)
 def endless(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No token ends a turn: responses are as long as they may be."""
     monkeypatch.setattr(lab.context.chat, "stop_ids", ())
-
-
-def test_an_update_changes_what_is_sampled_from_the_next_token_on(lab: Any, models: Models, endless: None) -> None:
-    old, new = models(1), models(2)
-    lab.serve(old)
-    for temperature in (0.7, 1.0):
-        request = lab.request(3, tokens=240, temperature=temperature)
-        for wait in (0.2, 0.1, 0.4, 0.05, 0.8):
-
-            async def scene(request: Request = request, wait: float = wait) -> Any:
-                task = asyncio.create_task(lab.backend.generate(request))
-                await asyncio.sleep(wait)
-                await lab.backend.pause()
-                await lab.send(new.state_dict().items())
-                await lab.backend.resume()
-                return await task
-
-            answer = lab.runner.run(scene())
-            before, after = answer.versions == lab.version - 1, answer.versions == lab.version
-            if before.any() and after.any():
-                break
-            lab.serve(old)
-        assert before.any() and after.any(), "no update fell into a generation"
-        assert (before | after).all()
-        assert before.sum() == before.argmin() > 0, "the old version's tokens come first"
-        assert lab.off(old, request, answer, before) < CLOSE
-        assert lab.off(new, request, answer, after) < CLOSE
-        assert lab.off(old, request, answer, after) > FAR
-        lab.serve(old)
 
 
 def test_tied_embeddings_are_new_under_both_names(lab: Any, models: Models) -> None:

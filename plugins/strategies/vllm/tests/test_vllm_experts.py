@@ -7,21 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_cases import CLOSE, FAR, IN_PROCESS
 
 from turnwise.contracts.chat import ModelSourceContext
 from turnwise.errors import EngineError
 
-pytestmark = [
-    pytest.mark.matrix,
-    pytest.mark.timeout(600),
-    # vLLM and what it imports warn of their own accord.
-    pytest.mark.filterwarnings(
-        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"
-    ),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-CLOSE = 1e-4
-FAR = 1e-2
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(600), *IN_PROCESS]
 TEXTS = ("The goal is 2 down 1 right. Holes: Left Down.", "Which way?", "Left", "Down", "Right", "Up")
 
 

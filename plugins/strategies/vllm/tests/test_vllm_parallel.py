@@ -8,18 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm_cases import CLOSE, IN_PROCESS
 
 from turnwise.contracts.train import Lora
 
-pytestmark = [
-    pytest.mark.matrix,
-    pytest.mark.timeout(400),
-    pytest.mark.filterwarnings(
-        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"
-    ),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-CLOSE, FAR = 1e-4, 1e-2
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(400), *IN_PROCESS]
 SIZES = {
     "tensor": {"tensor_parallel_size": 2},
     "pipeline": {"pipeline_parallel_size": 2},

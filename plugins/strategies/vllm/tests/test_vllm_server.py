@@ -4,7 +4,6 @@ errors that name the cause."""
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import shutil
 import signal
@@ -15,20 +14,13 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from vllm_cases import NEEDS_VLLM, WARNS
 
 from turnwise.contracts.train import Lora, Offer
 from turnwise.errors import ConfigError, EngineError, EngineLost
 from turnwise.testing.kit import run_conformance
 
-MISSING = "vllm is not installed (extra: turnwise-vllm[vllm] or [cpu])"
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=MISSING),
-    pytest.mark.timeout(240),
-    pytest.mark.filterwarnings(
-        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"
-    ),
-]
+pytestmark = [pytest.mark.engines, NEEDS_VLLM, pytest.mark.timeout(240), WARNS]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,13 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_cases import NEEDS_VLLM
 
-MISSING = "vllm is not installed (extra: turnwise-vllm[vllm] or [cpu])"
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=MISSING),
-    pytest.mark.timeout(300),
-]
+pytestmark = [pytest.mark.engines, NEEDS_VLLM, pytest.mark.timeout(300)]
 
 PICTURES = """
 plugins: [turnwise.testing.plugin, turnwise-managers, turnwise-hf, turnwise-torch, turnwise-vllm, turnwise-grpo, turnwise-losses, turnwise-batching]

@@ -13,21 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm_cases import CLOSE, WARNS
 
 from turnwise.contracts.chat import ModelSourceContext
 from turnwise.contracts.inference import GeneratingArgs, InferenceContext, Request
 from turnwise.errors import EngineError
 from turnwise.testing.synthetic import picture
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.timeout(300),
-    pytest.mark.usefixtures("empty_cache"),
-    pytest.mark.filterwarnings(
-        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"
-    ),
-]
-CLOSE = 1e-4
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(300), pytest.mark.usefixtures("empty_cache"), WARNS]
 RECIPE = {
     "architecture": "qwen2_5_vl",
     "hidden_size": 64,

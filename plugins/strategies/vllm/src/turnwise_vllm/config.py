@@ -51,7 +51,8 @@ class VllmConfig:
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """Adapters may come alone; the engine sleeps unless that was switched off; the arithmetic below."""
+        """Adapters may come alone, and weights in mid-response; the engine sleeps unless that was switched off; the
+        arithmetic below."""
         # How an attached server was started is not known here: the call itself shows whether it can sleep.
         own = self.mode != "attach"
         return BackendCapabilities(
@@ -63,6 +64,7 @@ class VllmConfig:
             ),
             sleeps_on_demand=own and self.enable_sleep_mode is None,
             attached=self.base_url is not None,
+            updates_between_tokens=True,
             devices_per_engine=self.devices_per_engine,
             data_parallel_size=self.data_parallel_size,
             memory=self.memory,

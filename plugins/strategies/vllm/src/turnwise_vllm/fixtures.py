@@ -38,22 +38,26 @@ def attach(to: Server, **options: Any) -> VllmConfig:
 
 def backend_fixture() -> dict[str, Any]:
     """`config` (attached to one server for all tests), `context`, `reference_logprobs(ids, temperature)`,
-    `offer(version)`, `request(seed, …)`."""
+    `offer(version)`, `request(seed, …)`; `other_offer` and `other_logprobs` are of a model of another seed."""
     context = model_context()
-    assert context.model is not None
     assert context.chat is not None
-    words, folder = context.chat, context.model
-    plain = load_causal_lm(folder, "fp32", "eager")
+    words = context.chat
+    plain, other = (load_causal_lm(model(seed), "fp32", "eager") for seed in (0, 1))
 
     def request(seed: int, temperature: float = 1.0, max_new_tokens: int = 8) -> Request:
         ids = words.render([{"role": "user", "content": "Which way?"}])
         return Request(seed, GeneratingArgs(max_new_tokens, temperature), max_new_tokens, (0, 0, seed, 0, 0), ids=ids)
+
+    def offer(version: int, seed: int = 0) -> Offer:
+        return Offer("safetensors", version, {"folder": str(model(seed))})
 
     return {
         "config": attach(server()),
         "context": context,
         "reference_logprobs": functools.partial(log_probs, plain),
         "request": request,
-        "offer": lambda version: Offer("safetensors", version, {"folder": str(folder)}),
+        "offer": offer,
+        "other_logprobs": functools.partial(log_probs, other),
+        "other_offer": functools.partial(offer, seed=1),
         "atol": 1e-4,
     }
