@@ -1,8 +1,8 @@
 """Runs the command line and does something to its own process at the nth call of a function: `at.py MODULE:NAME NTH
 ACTION ARGUMENT…`.
 
-ACTION: `kill` (SIGKILL), `interrupt` (SIGINT, as Ctrl-C), `interrupt-twice`, `fill:BYTES` (no file may grow beyond,
-from now on).
+ACTION: `kill` (SIGKILL), `interrupt` (SIGINT, as Ctrl-C), `interrupt-twice`, `interrupt-and-wait` (the call does not
+return before the process ends), `fill:BYTES` (no file may grow beyond, from now on).
 """
 
 import functools
@@ -23,6 +23,8 @@ def act(action: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), int(size)))
         return
     os.kill(os.getpid(), signal.SIGKILL if name == "kill" else signal.SIGINT)
+    if name == "interrupt-and-wait":
+        time.sleep(600)
     if name == "interrupt-twice":
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGINT)

@@ -60,6 +60,32 @@ def test_interrupted_anywhere_and_resumed(fake: Any, whole_fake: Any, place: str
     fake.same(whole_fake)
 
 
+def test_an_interrupt_while_a_recipe_s_tokenizer_is_made_is_heard_before_the_episodes_end(lake: Any) -> None:
+    slow = ["custom_envs.Lake.step=thread", "max_steps=6"]
+    at = ("turnwise_gymnasium.frozen_lake:FrozenLake.reset", 3, "interrupt-and-wait")
+    ended = lake.process("train", "run.yaml", *slow, at=at, timeout=60)
+    assert ended.returncode == 130, ended.stderr
+    assert ended.stderr.splitlines()[-3:] == [
+        "WARNING: stopping at the next safe point and saving; once more stops at once",
+        "stopped while random episodes were played for the recipe's tokenizer, before any step",
+        "saved: nothing yet",
+    ]
+    assert "note: playing 64 random episodes of Lake: the recipe's tokenizer learns from them" in ended.stderr
+    assert lake.train().exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["rollout", "eval"])
+def test_an_interrupt_of_a_rollout_while_a_recipe_s_tokenizer_is_made_is_heard(lake: Any, command: str) -> None:
+    at = ("turnwise_gymnasium.frozen_lake:FrozenLake.reset", 3, "interrupt-and-wait")
+    ended = lake.process(command, "run.yaml", "custom_envs.Lake.step=thread", at=at, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines() == [
+        "note: playing 64 random episodes of Lake: the recipe's tokenizer learns from them",
+        "",
+        "Aborted!",
+    ]
+
+
 def test_the_command_to_resume_keeps_overrides_that_a_shell_would_break(fake: Any, whole_fake: Any) -> None:
     overrides = [
         "custom_envs.Count.env_config={target: a, length: 3}",

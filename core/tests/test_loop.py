@@ -13,11 +13,11 @@ import pytest
 
 from turnwise.config import load
 from turnwise.contracts.rollout import RolloutResult
-from turnwise.errors import EngineError, TrainerError
+from turnwise.errors import EngineError, Interrupted, TrainerError
 from turnwise.pipeline.clock import Clock
 from turnwise.pipeline.guards import Guard, Stopped
 from turnwise.pipeline.learner import Learnt, Lesson
-from turnwise.pipeline.loop import Interrupted, Loop
+from turnwise.pipeline.loop import Loop
 from turnwise.pipeline.progress import Progress
 
 Toy = Callable[..., Path]

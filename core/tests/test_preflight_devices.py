@@ -62,7 +62,7 @@ def runtimes():
     there_are(monkeypatch, 0)
     path = toy(plugins=plugin(tmp_path, runtime))
     mapping = ["actor_train.device_mapping=[0, 1]", "actor_infer.device_mapping=[2]"]
-    assert found(path, "runtime=elsewhere", *mapping).machine == []
+    assert found(path, "runtime=elsewhere", *mapping, "num_gpus_per_node=8").machine == []
     assert "GPU" not in only(
         found(path, "runtime=lacking", *mapping).machine
     )  # what is not installed is reported, and nothing of GPUs

@@ -12,7 +12,6 @@ from attrs import evolve
 from turnwise.config.loader import load
 from turnwise.config.schema import RunConfig
 from turnwise.planning import device_problems
-from turnwise.planning import preflight as module
 from turnwise.planning.preflight import Findings, preflight
 
 Toy = Callable[..., Path]
@@ -28,8 +27,7 @@ def found(path: Path, *overrides: str, **changes: Any) -> Findings:
 
 def there_are(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """As on a machine with so many GPUs."""
-    for asks in (module, device_problems):
-        monkeypatch.setattr(asks, "visible_gpus", lambda: count)
+    monkeypatch.setattr(device_problems, "visible_gpus", lambda: count)
 
 
 def only(lines: list[str]) -> str:

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Iterator
 
 from attrs import frozen
 
+NOTE = {"note": True}
+"""`extra` of a log record that is no warning and that the terminal shows all the same."""
+
 
 class TurnwiseError(Exception):
     """Anything that is reported to a user in one line; the command line prints the line, and the traceback only with
@@ -76,6 +79,10 @@ class OutOfMemory(TrainerError):
 
 class CheckpointError(TurnwiseError, ValueError):
     """A checkpoint or model folder is missing, incomplete or belongs to another configuration."""
+
+
+class Interrupted(TurnwiseError):
+    """The user stopped what was under way; the message says what was saved."""
 
 
 @contextlib.contextmanager

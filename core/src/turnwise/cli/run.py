@@ -9,7 +9,7 @@ import logging
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -19,10 +19,9 @@ from turnwise.config.masking import shown_override
 from turnwise.config.schema import Choice
 from turnwise.data.record import plain
 from turnwise.data.transcript import readable
-from turnwise.errors import ConfigError, OutOfMemory, TurnwiseError
+from turnwise.errors import ConfigError, Interrupted, OutOfMemory, TurnwiseError
 from turnwise.pipeline import frames
 from turnwise.pipeline import standalone as play
-from turnwise.pipeline.loop import Interrupted
 from turnwise.pipeline.run import Pipeline
 from turnwise.planning import estimates, resume
 from turnwise.planning import plan as planning
@@ -140,11 +139,36 @@ def _log_to(folder: Path) -> logging.Logger:
     log.setLevel(logging.INFO)
     file = _LogFile(folder / "run.log")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    terminal = logging.StreamHandler()
-    terminal.setLevel(logging.WARNING)
-    terminal.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    log.handlers = [file, terminal]
+    log.handlers = [file, _terminal()]
     return log
+
+
+def _terminal() -> logging.Handler:
+    """Shows warnings, and what a user wants to read though nothing is wrong (turnwise.errors.NOTE)."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Lines())
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or "note" in vars(record))
+    return handler
+
+
+class _Lines(logging.Formatter):
+    """`WARNING: …`, or `note: …`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line; a warning's traceback would follow it."""
+        return f"{'note' if 'note' in vars(record) else record.levelname}: {super().format(record)}"
+
+
+@contextlib.contextmanager
+def _messages() -> Iterator[None]:
+    """Messages of what plays go to the terminal, where there is no folder for a log."""
+    log = logging.getLogger("turnwise")
+    log.setLevel(logging.INFO)
+    log.handlers = [_terminal()]
+    try:
+        yield
+    finally:
+        _end_log(log)
 
 
 def _end_log(log: logging.Logger) -> None:
@@ -167,7 +191,8 @@ def evaluate(
     """Evaluate a model or a player."""
     loaded = _loaded(path, overrides)
     config = play.with_tasks(loaded.config, episodes=episodes, tag=tag)
-    played = asyncio.run(play.play(config, path.parent, player=_player(player), model=model))
+    with _messages():
+        played = asyncio.run(play.play(config, path.parent, player=_player(player), model=model))
     values = play.summary(config, played)
     if as_json:
         click.echo(json.dumps(plain(values), indent=1))
@@ -199,9 +224,10 @@ def rollout(
         config = play.for_debugging(config)
     elif player == "human":
         config = play.patient(config)
-    played = asyncio.run(
-        play.play(config, path.parent, player=_player(player), model=model, render=episodes if render else 0)
-    )
+    with _messages():
+        played = asyncio.run(
+            play.play(config, path.parent, player=_player(player), model=model, render=episodes if render else 0)
+        )
     for trajectory in played.trajectories:
         click.echo(readable(trajectory))
     for line in played.failures:

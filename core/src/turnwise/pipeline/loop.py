@@ -10,7 +10,7 @@ from attrs import define, frozen
 
 from turnwise.config.schema import RunConfig
 from turnwise.contracts.rollout import RolloutResult
-from turnwise.errors import TurnwiseError
+from turnwise.errors import Interrupted
 from turnwise.pipeline import frames, metrics, report, staleness
 from turnwise.pipeline.clock import Clock
 from turnwise.pipeline.colocation import Colocation
@@ -22,10 +22,6 @@ from turnwise.pipeline.rollouts import RolloutSource
 from turnwise.pipeline.saving import Saving
 from turnwise.pipeline.tracking import Tracking
 from turnwise.pipeline.weights import WeightSync
-
-
-class Interrupted(TurnwiseError):
-    """The user stopped the run; the message says what was saved and how to resume."""
 
 
 @frozen

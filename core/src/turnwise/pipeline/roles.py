@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -69,14 +70,20 @@ class Roles:
 
 
 async def place(
-    config: RunConfig, base: Path, runtime: Runtime, *, critic: bool, tokenizer: Path | None = None
+    config: RunConfig,
+    base: Path,
+    runtime: Runtime,
+    *,
+    critic: bool,
+    tokenizer: Path | None = None,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> Roles:
     """Prepare the model and place every role that the run needs. `critic`: whether the estimator asks for values;
-    `tokenizer`: as in ModelSourceContext. Raises ConfigError where
-    actor and backend have no transport in common, and what a role raises while it is built."""
+    `tokenizer`: as in ModelSourceContext; `stopping`: whether a stop was asked for. Raises ConfigError where actor and
+    backend have no transport in common, what a role raises while it is built, and Interrupted."""
     _log_given(config)
     with boundary(f"model_source {config.model_source.name!r}", PluginError):
-        source = assembly.model_source(config, base, tokenizer)
+        source = assembly.model_source(config, base, tokenizer, stopping)
         # It may download, or play episodes for a tokenizer.
         model = await asyncio.to_thread(source.prepare, config.pretrain)
         chat = source.chat(model)

@@ -71,7 +71,14 @@ class Pipeline:
         known = declared(EstimatorCapabilities, config.adv_estimator.name, config.adv_estimator.config)
         # A recipe would number the tokens anew, and the weights know the old numbers.
         tokenizer = None if start is None else start.folder / "model"
-        placed = await roles.place(config, self.base, runtime, critic="values" in known.needs, tokenizer=tokenizer)
+        placed = await roles.place(
+            config,
+            self.base,
+            runtime,
+            critic="values" in known.needs,
+            tokenizer=tokenizer,
+            stopping=self._stop.is_set,
+        )
         guard = guards.Guard(self._stop, placed.watched)
         # The adaptive coefficient goes on from where it was.
         kl_coef = config.init_kl_coef if start is None else start.state["kl_coef"]

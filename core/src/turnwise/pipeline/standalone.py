@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,8 +111,14 @@ async def _opponent(
         return builders.player(opponent, config.val_seed), None
     if player is not None:
         config = evolve(config, actor_infer=evolve(config.actor_infer, strategy_args=player))
-    source = assembly.model_source(config, base)
-    folder = source.prepare(str(model) if model is not None else config.pretrain)
+    stopped = threading.Event()
+    source = assembly.model_source(config, base, stopping=stopped.is_set)
+    try:
+        # On this thread Ctrl-C would be heard only when it is done: it may fetch a model, or play episodes.
+        folder = await asyncio.to_thread(source.prepare, str(model) if model is not None else config.pretrain)
+    except asyncio.CancelledError:
+        stopped.set()
+        raise
     chat = source.chat(folder)
     plan = assembly.serve_plan(config, folder, chat)
     # Here the driver is the role's process, and an engine reads its variables when it is imported or built.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +130,18 @@ def scheduler(
     return Scheduler(plans, settings, backend, chat, executor)
 
 
-def model_source(config: RunConfig, base: Path, tokenizer: Path | None = None) -> ModelSource:
+def model_source(
+    config: RunConfig, base: Path, tokenizer: Path | None = None, stopping: Callable[[], bool] = lambda: False
+) -> ModelSource:
     """The source that prepares `pretrain`; a recipe takes `tokenizer` (a checkpoint's), or asks for the environments'
-    texts and makes one."""
+    texts and makes one: `stopping` ends that (`environment_texts`)."""
     folders = Folders.of(config)
     trust = config.trust_remote_code
     context = ModelSourceContext(
         cache=folders.cache,
         seed=config.seed,
         # Asked for only where a tokenizer is made: it plays episodes.
-        texts=lambda: texts(config, base),
+        texts=lambda: texts(config, base, stopping),
         trust_remote_code=trust,
         tokenizer=tokenizer,
     )
@@ -147,12 +149,13 @@ def model_source(config: RunConfig, base: Path, tokenizer: Path | None = None) -
     return source
 
 
-def texts(config: RunConfig, base: Path) -> Iterable[Message]:
-    """Every text that the environments and their managers would show a model in a few random episodes."""
+def texts(config: RunConfig, base: Path, stopping: Callable[[], bool] = lambda: False) -> Iterable[Message]:
+    """Every text that the environments and their managers would show a model in a few random episodes; `stopping` as in
+    `environment_texts`."""
     managers = [m for m in (config.train_env_manager, config.val_env_manager) if m is not None]
     args = config.actor_infer.generating_args
     plans = {plan.tag: (plan, m) for m in managers for plan in tag_plans(config, m, args, base)}
-    return environment_texts(list(plans.values()), seed=config.seed)
+    return environment_texts(list(plans.values()), config.seed, stopping)
 
 
 def inference_context(config: RunConfig, model: Path | None, chat: Chat | None) -> InferenceContext:

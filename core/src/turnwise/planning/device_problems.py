@@ -34,6 +34,16 @@ def device_problems(config: RunConfig, role: str) -> list[str]:
     return []
 
 
+def missing_gpus(config: RunConfig) -> list[str]:
+    """GPUs that the run expects of a node, where its nodes are this machine and its devices are GPUs."""
+    expected, found = config.num_gpus_per_node or 0, visible_gpus()
+    if expected <= found or not assembly.runtime_capabilities(config).counts_devices:
+        return []
+    return [
+        f"num_gpus_per_node: {expected} GPUs are expected, found {found}. Fix: the number there is, or remove the key"
+    ]
+
+
 def undividable(config: RunConfig, role: str, reported: Sequence[str]) -> list[str]:
     """Devices that hold no whole number of the engine's copies, if the engine's own check has not reported it."""
     mapping = assembly.role_of(config, role).device_mapping

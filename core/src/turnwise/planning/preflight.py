@@ -21,12 +21,18 @@ from turnwise.contracts.inference import BackendCapabilities, GeneratingArgs
 from turnwise.contracts.logger import ChecksBefore
 from turnwise.contracts.train import StrategyCapabilities
 from turnwise.declared import declared
-from turnwise.devices import visible_gpus
 from turnwise.entries import Entry
 from turnwise.errors import CheckpointError, ConfigError, MachineError, PluginError, Problem, TurnwiseError, one_line
 from turnwise.importing import StrangerError, guarded
 from turnwise.planning import assembly, builders, resume, transport
-from turnwise.planning.device_problems import at_the_same_time, device_problems, one_process, sleepless, undividable
+from turnwise.planning.device_problems import (
+    at_the_same_time,
+    device_problems,
+    missing_gpus,
+    one_process,
+    sleepless,
+    undividable,
+)
 from turnwise.planning.schedules import schedule_of
 from turnwise.plugins import registry
 from turnwise.rollout import mock
@@ -56,11 +62,7 @@ def preflight(config: RunConfig, base: Path, lacks: Sequence[str] = (), missing:
         wrong += [*undividable(config, role, wrong), *sleepless(config, role), *at_the_same_time(config, role)]
     for problem in _logger_problems(config):
         (lacks if problem.machine else wrong).append(str(problem))
-    if (config.num_gpus_per_node or 0) > (gpus := visible_gpus()):
-        lacks.append(
-            f"num_gpus_per_node: {config.num_gpus_per_node} GPUs are expected, found {gpus}. Fix: the number there is,"
-            " or remove the key"
-        )
+    lacks += missing_gpus(config)
     wrong += [
         *_environment_variables(config),
         *_transport_problems(config),

@@ -4,7 +4,8 @@ on)."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,11 +17,15 @@ from turnwise.contracts.inference import Request
 from turnwise.contracts.player import Player, chosen
 from turnwise.contracts.rollout import RolloutSettings, TagPlan
 from turnwise.data.trajectory import Generation
-from turnwise.errors import EnvironmentFailure
+from turnwise.errors import NOTE, EnvironmentFailure, Interrupted
 from turnwise.rollout import Scheduler
+
+log = logging.getLogger("turnwise")
 
 # Of random play: enough to see the words of small environments.
 EPISODES = 64
+# Seconds until Ctrl-C is heard: it is asked for, since the request to stop belongs to another thread's loop.
+HEARD_WITHIN = 0.1
 
 
 class _Recorder(Player):
@@ -42,13 +47,18 @@ class _Recorder(Player):
         return chosen(str(rng.choice(request.actions)) if request.actions else "")
 
 
-def environment_texts(plans: Sequence[tuple[TagPlan, EnvManagerConfig]], seed: int) -> list[Message]:
+def environment_texts(
+    plans: Sequence[tuple[TagPlan, EnvManagerConfig]], seed: int, stopping: Callable[[], bool] = lambda: False
+) -> list[Message]:
     """Every distinct text, as a message with its role, of `EPISODES` random episodes of each plan, in the order seen.
 
-    The timeouts, the retries and the failure rate are those of the plan's manager. Raises EnvironmentFailure past that
-    rate.
+    The timeouts, the retries and the failure rate are those of the plan's manager. `stopping` is asked while they play:
+    it may be called from any thread. Raises EnvironmentFailure past that rate, and Interrupted.
     """
     found: list[tuple[str, str]] = []
+    tags = ", ".join(plan.tag for plan, _ in plans)
+    # Environments may be slow, and nothing else is seen of these episodes.
+    log.info("playing %d random episodes of %s: the recipe's tokenizer learns from them", EPISODES, tags, extra=NOTE)
 
     async def play() -> None:
         for plan, manager in plans:
@@ -57,7 +67,7 @@ def environment_texts(plans: Sequence[tuple[TagPlan, EnvManagerConfig]], seed: i
             few = evolve(plan, groups=EPISODES, group_size=1)
             scheduler = Scheduler([few], _settings(manager, seed), recorder, None)
             try:
-                await scheduler.next_batch(0, version=0)
+                await _unless(stopping, scheduler)
             except EnvironmentFailure as failure:
                 what = f"random episodes of {plan.tag}, from which the recipe's tokenizer learns: {failure}"
                 raise EnvironmentFailure(what) from failure
@@ -69,6 +79,25 @@ def environment_texts(plans: Sequence[tuple[TagPlan, EnvManagerConfig]], seed: i
     with ThreadPoolExecutor(1, thread_name_prefix="turnwise-texts") as pool:
         pool.submit(asyncio.run, play()).result()
     return [{"role": role, "content": text} for role, text in dict.fromkeys(found)]
+
+
+async def _unless(stopping: Callable[[], bool], scheduler: Scheduler) -> None:
+    """Play one batch; Interrupted as soon as `stopping` says so."""
+
+    async def heard() -> None:
+        while not stopping():
+            await asyncio.sleep(HEARD_WITHIN)
+
+    batch, stop = asyncio.ensure_future(scheduler.next_batch(0, version=0)), asyncio.ensure_future(heard())
+    try:
+        await asyncio.wait((batch, stop), return_when=asyncio.FIRST_COMPLETED)
+        if not batch.done():
+            raise Interrupted("stopped while random episodes were played for the recipe's tokenizer, before any step")
+        batch.result()
+    finally:
+        for one in (batch, stop):
+            one.cancel()
+        await asyncio.gather(batch, stop, return_exceptions=True)
 
 
 def _settings(manager: EnvManagerConfig, seed: int) -> RolloutSettings:

@@ -72,6 +72,16 @@ def test_arguments_of_a_cpu_are_small_and_those_of_gpus_are_the_engines(folder: 
     assert arguments.cache_bytes(VllmConfig(), context, 200, 10**9) == 4 * 2**30
 
 
+@pytest.mark.parametrize(("written", "cpu", "gpu"), [(16, 32, 16), (32, 32, 32), (40, 64, 40), (None, None, None)])
+def test_a_block_of_the_field_s_files_is_one_that_a_cpu_takes(
+    folder: Path, written: int | None, cpu: int | None, gpu: int | None
+) -> None:
+    """16 is common on GPUs, and no attention of vLLM's for CPUs has it."""
+    config = VllmConfig(block_size=written)
+    assert arguments.engine_arguments(config, InferenceContext(folder, None), cpu=True).get("block_size") == cpu
+    assert arguments.engine_arguments(config, InferenceContext(folder, None), cpu=False).get("block_size") == gpu
+
+
 def test_the_environment_lasts_for_the_start_and_leaves_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)

@@ -41,6 +41,8 @@ _OURS = {
 _OWN_KEYS = {"mode", "base_url", "api_key_env", "python_path", "start_timeout", "request_timeout", "engine_args"}
 # The block that vLLM's CPU attention takes where block_size is not given.
 _CPU_BLOCK = 128
+# vLLM's CPU attention takes multiples of it alone; the field's files write 16, which is meant for GPUs.
+_CPU_BLOCK_UNIT = 32
 # Requests at once, where infer_batch_size does not say it.
 _CPU_SEQUENCES = 128
 # Bytes, at most: the trainer works in the same memory.
@@ -249,6 +251,8 @@ def engine_arguments(config: VllmConfig, context: InferenceContext, cpu: bool) -
     if context.lora is not None:
         arguments |= adapters.engine_arguments(context.lora)
     if cpu:
+        if config.block_size is not None:
+            arguments["block_size"] = cpu_block(config)
         arguments.setdefault("max_num_seqs", context.infer_batch_size or _CPU_SEQUENCES)
         arguments.setdefault("kv_cache_memory_bytes", cache_bytes(config, context, longest, arguments["max_num_seqs"]))
     else:
@@ -278,11 +282,16 @@ def cache_bytes(config: VllmConfig, context: InferenceContext, longest: int, seq
     token = (
         2 * model["num_hidden_layers"] * heads * head_size(model) * BYTES[context.dtype] // config.devices_per_engine
     )
-    block = config.block_size or _CPU_BLOCK
+    block = cpu_block(config)
     # The cache is dealt out in whole blocks.
     sequence = -(-longest // block) * block * max(token, 1)
     # With room for one alone, two requests would push each other out.
     return max(min(sequences * sequence, _CPU_CACHE), 2 * sequence)
+
+
+def cpu_block(config: VllmConfig) -> int:
+    """Tokens of a block of a CPU's cache: `block_size`, rounded up to what the attention there takes."""
+    return -(-(config.block_size or _CPU_BLOCK) // _CPU_BLOCK_UNIT) * _CPU_BLOCK_UNIT
 
 
 def head_size(model: Mapping[str, Any]) -> int:
