@@ -14,7 +14,7 @@ from turnwise.config import load
 from turnwise.contracts.runtime import RuntimeContext, ServePlan, TrainPlan
 from turnwise.pipeline.colocation import Colocation
 from turnwise.pipeline.roles import Roles, place
-from turnwise.testing.fakes import FakeRuntime
+from turnwise.testing.fake_runtime import FakeRuntime, FakeRuntimeConfig
 from turnwise.testing.synthetic import training_rows
 
 Toy = Callable[..., Path]
@@ -28,7 +28,7 @@ class Placing(FakeRuntime):
     """Notes which roles are asked for."""
 
     def __init__(self) -> None:
-        super().__init__(None, RuntimeContext())
+        super().__init__(FakeRuntimeConfig(), RuntimeContext())
         self.asked: list[str] = []
 
     async def train(self, plan: TrainPlan) -> Any:
