@@ -134,7 +134,7 @@ def test_a_backend_that_waits_for_all_does_not_wait_for_those_that_are_held() ->
             await asyncio.sleep(30)
             assert len(backend.requests) == before  # nobody asks
             backend.version = version
-            scheduler.release()
+            await scheduler.release()
             result = await scheduler.next_batch(version, version=version)
             versions = [v for t in result.trajectories for turn in t.turns for v in turn.versions.tolist()]
             assert all(version - v <= 1 for v in versions)
@@ -154,7 +154,7 @@ def test_an_evaluation_has_the_backend_for_itself_while_training_is_held() -> No
         before = len(backend.requests)
         await evaluation.evaluate()
         assert {request.order[0] for request in backend.requests[before:]} == {1}
-        training.release()
+        await training.release()
         await training.next_batch(1, version=1)
         await training.close()
         await evaluation.close()
@@ -172,11 +172,11 @@ def test_no_time_passes_for_requests_of_a_paused_engine() -> None:
         backend.may_ask = 99  # it answers nothing
         await scheduler.settled(1)
         await asyncio.sleep(60)
-        scheduler.release()
+        await scheduler.release()
         backend.live(0)
         await scheduler.next_batch(1, version=1)
         backend.may_ask = 99
-        scheduler.release()
+        await scheduler.release()
         backend.live = lambda episodes: None  # type: ignore[method-assign]
         with pytest.raises(EngineError, match="request_timeout"):
             await scheduler.next_batch(2, version=2)

@@ -726,6 +726,27 @@ class Elsewhere:
     def waits(self) -> list[str]:
         return self.inner.waits()
 
+    def listen(self, changed: Callable[[], None]) -> None:
+        self.inner.listen(changed)
+
+    async def hold(self) -> None:
+        await self.inner.hold()
+
+    def flying(self) -> int:
+        return self.inner.flying()
+
+    async def freeze(self) -> None:
+        await self.inner.freeze()
+
+    async def release(self) -> None:
+        await self.inner.release()
+
+    async def records(self) -> None:
+        await self.inner.records()
+
+    def stranded(self) -> bool:
+        return self.inner.stranded()
+
     async def abort(self) -> None:
         await self.inner.abort()
 

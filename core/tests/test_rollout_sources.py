@@ -35,7 +35,7 @@ class Scheduler:
     async def hold(self) -> None:
         self.seen.append("hold")
 
-    def release(self) -> None:
+    async def release(self) -> None:
         self.seen.append("release")
 
     def worked(self) -> float:

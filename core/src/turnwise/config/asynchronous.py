@@ -9,7 +9,6 @@ from turnwise.config.problems import Report
 from turnwise.config.schema import RunConfig, TrainInferCorrection
 from turnwise.config.updates import loss_capabilities
 from turnwise.contracts.inference import BackendCapabilities
-from turnwise.contracts.runtime import RuntimeCapabilities
 from turnwise.declared import declared
 from turnwise.errors import PluginError
 from turnwise.plugins import Registry
@@ -56,23 +55,17 @@ def check_asynchronous(config: RunConfig, registry: Registry, report: Report) ->
 
 
 def _update(config: RunConfig, registry: Registry, report: Report) -> None:
-    """Episodes are cut through in the driver's process alone, and responses by a backend that says so."""
-    when, fix = config.weight_update, "Fix: weight_update: between_batches"
+    """Responses are cut through by a backend that says so alone."""
+    when, choice = config.weight_update, config.actor_infer.strategy_args
+    if when != "between_tokens" or choice is None:
+        return
     try:
-        runtime = declared(RuntimeCapabilities, config.runtime.name, config.runtime.config, registry)
-        choice = config.actor_infer.strategy_args
-        name = "" if choice is None else choice.name
-        sampler = (
-            BackendCapabilities() if choice is None else declared(BackendCapabilities, name, choice.config, registry)
-        )
+        sampler = declared(BackendCapabilities, choice.name, choice.config, registry)
     except PluginError:  # reported where it is named
         return
-    if when != "between_batches" and not runtime.one_process:
-        text = f"{when} needs runtime local in this version, runtime is {config.runtime.name!r}"
-        report.error(("weight_update",), f"{text}. {fix}, or runtime: local")
-    elif when == "between_tokens" and not sampler.updates_between_tokens:
-        text = f"{when} is not there for the backend {name!r} in this version"
-        report.error(("weight_update",), f"{text}. {fix}, or between_turns")
+    if not sampler.updates_between_tokens:
+        text = f"{when} is not there for the backend {choice.name!r} in this version"
+        report.error(("weight_update",), f"{text}. Fix: weight_update: between_batches, or between_turns")
 
 
 def _corrected(config: RunConfig, registry: Registry, report: Report) -> RunConfig:

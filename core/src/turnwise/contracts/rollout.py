@@ -185,8 +185,39 @@ class Executor(Protocol):
         """One line for each episode in play: `which: what it waits for, for how many seconds`."""
         ...
 
+    def listen(self, changed: Callable[[], None]) -> None:
+        """From now on call `changed` when `flying` falls while requests are held, and when `stranded` begins."""
+        ...
+
+    async def hold(self) -> None:
+        """Let no new request through to the backend; those that are through are answered. Whatever begins to play from
+        now on, in whichever worker, is held, too."""
+        ...
+
+    def flying(self) -> int:
+        """While requests are held: how many episodes wait for the answer to one that is through. Where that is not
+        known yet, all that may be."""
+        ...
+
+    async def freeze(self) -> None:
+        """Let no time pass for requests: their engine is paused."""
+        ...
+
+    async def release(self) -> None:
+        """Undo `hold` and `freeze`."""
+        ...
+
+    async def records(self) -> None:
+        """Bring the `record` of every episode in play up to date, where another process writes on a copy of it."""
+        ...
+
+    def stranded(self) -> bool:
+        """Whether nothing is answered before new weights come: the engines that had the last ones are gone."""
+        ...
+
     async def abort(self) -> None:
-        """Every `play` was cancelled: drop the requests that they waited for, without waiting for what hangs."""
+        """Every `play` was cancelled: drop the requests that they waited for, without waiting for what hangs. The
+        records of these episodes are brought up to date."""
         ...
 
     async def close(self) -> None:

@@ -78,7 +78,7 @@ class Live:
 
     async def release(self) -> None:
         """Let them go on."""
-        self._scheduler.release()
+        await self._scheduler.release()
 
     def state(self, first: int) -> dict[str, Any]:  # Any: as RolloutSource.state
         """The scheduler's."""

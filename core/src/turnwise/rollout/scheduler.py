@@ -56,11 +56,11 @@ class Scheduler:
         self._failure: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._working, self._worked, self._noted = False, 0.0, 0.0
+        self._held = False
         self.replayed = 0
         """Episodes that went on from their record."""
         self._differed: list[str] = []
-        if settings.cuts_episodes:
-            self._inner.gate.changed = self._gate_changed
+        self.executor.listen(self._changed)
 
     async def next_batch(self, step: int, *, version: int) -> RolloutResult:
         """All groups of pipeline step `step`, while the backend serves the weights of `version`.
@@ -96,45 +96,48 @@ class Scheduler:
     async def settled(self, version: int) -> None:
         """Wait until the weights of `version` may take the place of those that serve, by `weight_update`: until every
         admitted group is finished, so that each step is played with one version; until no response is on its way; or at
-        once, with no time passing for requests until `release`. Errors as `next_batch`."""
+        once, with no time passing for requests until `release`. What is stranded without new weights is not waited for.
+        Errors as `next_batch`."""
         self.buffer.forget(version)
         if not self.settings.cuts_episodes:
-            await self._play(lambda: self.buffer.whole)
+            await self._play(lambda: self.buffer.whole or self.executor.stranded())
         elif self.settings.weight_update == "between_turns":
-            await self.hold()
+            await self._hold(lambda: not self.executor.flying() or self.executor.stranded())
         else:
-            self._inner.requests.frozen = True
+            await self.executor.freeze()
 
     async def hold(self) -> None:
-        """Let episodes send nothing more, and wait until what was sent is answered. Errors as `next_batch`."""
+        """Let episodes send nothing more, wait until what was sent is answered, and bring their records up to date.
+        Errors as `next_batch`."""
         if self.settings.cuts_episodes:
-            self._inner.gate.close()
-            await self._play(lambda: not self._inner.gate.flying)
+            await self._hold(lambda: not self.executor.flying())
+            await self.executor.records()
 
-    def release(self) -> None:
+    async def _hold(self, until: Callable[[], bool]) -> None:
+        self._held = True
+        await self.executor.hold()
+        await self._play(until)
+
+    async def release(self) -> None:
         """Undo `hold` and `settled`."""
         if self.settings.cuts_episodes:
-            self._inner.requests.frozen = False
+            self._held = False
             # A backend learns first how many may ask, then they do.
-            self._occupancy.set(len(self._tasks))
-            self._inner.gate.open()
-            self._note_work()
-
-    @property
-    def _inner(self) -> LocalExecutor:
-        """Where episodes are cut: the configuration allows it nowhere else."""
-        assert isinstance(self.executor, LocalExecutor), "weight_update between_batches alone is there for workers"
-        return self.executor
+            self._report()
+            await self.executor.release()
 
     def _report(self) -> None:
-        """After every change of who plays. How many may ask the backend: a gate that is closed lets nobody through but
-        those who asked before."""
+        """After every change of who plays. How many may ask the backend: while episodes are held, those alone who asked
+        before."""
         self._note_work()
-        held = self.settings.cuts_episodes and self._inner.gate.closed
-        self._occupancy.set(self._inner.gate.flying if held else len(self._tasks))
+        self._occupancy.set(self.executor.flying() if self._held else len(self._tasks))
 
-    def _gate_changed(self) -> None:
-        self._report()
+    def _changed(self) -> None:
+        try:
+            self._report()
+        # of the backend's `live`: nobody looks at what calls this
+        except Exception as error:
+            self._fail(error)
         self._wake()
 
     async def evaluate(self, *, render: int = 0) -> RolloutResult:
@@ -161,7 +164,7 @@ class Scheduler:
             self._worked += now - self._noted
         self._noted = now
         # Held, with all answered: an evaluation, or the weights' way, has the sampler's time.
-        held = self.settings.cuts_episodes and self._inner.gate.closed and not self._inner.gate.flying
+        held = self._held and not self.executor.flying()
         self._working = bool(self._tasks) and not held
 
     def gauges(self) -> dict[str, float]:

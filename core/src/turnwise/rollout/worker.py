@@ -53,7 +53,7 @@ class LocalExecutor:
         self.settings, self.backend, self.chat = settings, backend, chat
         self._sweeper = Sweeper(min(settings.step_timeout, settings.reset_timeout, settings.request_timeout))
         # Of their own: no time passes for a request while the engine is paused, and it does for an environment.
-        self.requests = Sweeper(settings.request_timeout)
+        self._requests = Sweeper(settings.request_timeout)
         self.gate = Gate()
         starts = asyncio.Semaphore(max(1, cores() // sharing))
         self._pools = {plan.tag: Pool(plan, settings, self._sweeper, starts) for plan in plans}
@@ -73,7 +73,7 @@ class LocalExecutor:
             self.standing.left(spec)
             if not self._playing:
                 self._sweeper.stop()
-                self.requests.stop()
+                self._requests.stop()
 
     async def _play(self, spec: EpisodeSpec, stop: Callable[[TurnwiseError], None]) -> Played:
         pool = self._pools[spec.tag]
@@ -138,7 +138,7 @@ class LocalExecutor:
     ) -> EpisodeSampler:
         gate = self.gate if backend is self.backend else Gate()  # a further model gets no weights
         note = partial(self.standing.at, spec)
-        requests = Requests(backend, self.settings, self.requests, stop, self._given_up, note, gate)
+        requests = Requests(backend, self.settings, self._requests, stop, self._given_up, note, gate)
         return EpisodeSampler(requests, spec.tag, spec.seed, spec.group, spec.member, spec.attempt, spec.record)
 
     def _players_of(self, plan: TagPlan) -> Mapping[str, InferenceBackend]:
@@ -155,6 +155,34 @@ class LocalExecutor:
         """As Executor.waits."""
         return self.standing.lines()
 
+    def listen(self, changed: Callable[[], None]) -> None:
+        """As Executor.listen."""
+        self.gate.changed = changed
+
+    async def hold(self) -> None:
+        """As Executor.hold."""
+        self.gate.close()
+
+    def flying(self) -> int:
+        """As Executor.flying."""
+        return self.gate.flying
+
+    async def freeze(self) -> None:
+        """As Executor.freeze."""
+        self._requests.frozen = True
+
+    async def release(self) -> None:
+        """As Executor.release."""
+        self._requests.frozen = False
+        self.gate.open()
+
+    async def records(self) -> None:
+        """Nothing: episodes write on the records themselves."""
+
+    def stranded(self) -> bool:
+        """Never: without its engine a backend of this process fails."""
+        return False
+
     async def abort(self) -> None:
         """Abort at the backend what was given up, within the grace; an error in it is logged, for nobody can act on
         it."""
@@ -168,7 +196,7 @@ class LocalExecutor:
             for error in filter(None, (abort.exception() for abort in done)):
                 logger.warning("aborting a request raised %s", one_line(error))
         self._sweeper.stop()
-        self.requests.stop()
+        self._requests.stop()
 
     async def close(self) -> None:
         """Close the idle environments, those in play were cancelled before, and the further models."""
@@ -179,7 +207,7 @@ class LocalExecutor:
         for player in players:
             await player.close()
         self._sweeper.stop()
-        self.requests.stop()
+        self._requests.stop()
 
 
 def _several(played: Trajectory | list[Trajectory], tag: str) -> list[Trajectory]:

@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 
+from turnwise.config.schema import Choice
+from turnwise.contracts.env_manager import Limits, ManagerContext
 from turnwise.contracts.inference import InferenceContext
+from turnwise.contracts.rollout import TagPlan
 from turnwise.contracts.runtime import RuntimeContext, ServePlan, TrainPlan
 from turnwise.contracts.train import TrainContext
+from turnwise.planning.builders import EnvironmentBuilder, ManagerBuilder
 from turnwise.plugins import reset_registry
 from turnwise.testing.fake_model import FakeChat, initial_weights, save_model
+from turnwise.testing.fakes import FakeEnvManager
 
 FAKES = str(Path(__file__).with_name("ray_fakes.py"))
 
@@ -109,3 +114,36 @@ def sampler(model: Path) -> Callable[..., ServePlan]:
         return ServePlan("actor_infer", name, FakeBackendConfig(**options), context, devices, environment or {})
 
     return plan
+
+
+@pytest.fixture
+def plan() -> Callable[..., TagPlan]:
+    """`plan(environment, **options)`: a tag that every worker can build, 4 groups of 3 episodes of 3 turns."""
+    known = ("turnwise.testing.plugin", FAKES)
+
+    def made(environment: str = "fake_env", **options: Any) -> TagPlan:
+        return TagPlan(
+            tag="Count",
+            build=EnvironmentBuilder(environment, options, known),
+            manager=FakeEnvManager(None, ManagerContext()),
+            manager_builder=ManagerBuilder(Choice("fake_manager"), ManagerContext(tag="Count", max_turns=3), known),
+            limits=Limits(sequence_length=128, max_new_tokens=4, max_tokens_per_step=4, max_turns=3),
+            groups=4,
+            group_size=3,
+            step="inline",
+        )
+
+    return made
+
+
+@pytest.fixture
+def prepared(trainer: Callable[..., TrainPlan], sampler: Callable[..., ServePlan]) -> Callable[..., Any]:
+    """`prepared(runtime, **options)`: a backend of one engine `mortal` with the weights of version 1."""
+
+    async def made(runtime: Any, **options: Any) -> Any:
+        role, backend = await runtime.train(trainer()), await runtime.serve(sampler(**options))
+        offer = await role.offer("fake", 1, backend.receivers("fake"))
+        await asyncio.gather(role.send(offer), backend.receive(offer))
+        return backend
+
+    return made

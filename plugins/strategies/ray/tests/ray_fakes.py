@@ -227,6 +227,15 @@ class MortalEnvironment(FakeEnvironment):
         return super().step(action)
 
 
+class FickleEnvironment(FakeEnvironment):
+    """The counting game, which never shows the same twice."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset, and say when."""
+        observation, info = super().reset(seed=seed, options=options)
+        return f"{observation} at {time.time_ns()}", info
+
+
 def _die_once(name: str, at: bool, by: signal.Signals = signal.SIGKILL) -> None:
     """Send this process a signal at the first of all calls with `at`, in whichever process; the variable names the file
     by which all know."""
@@ -267,5 +276,8 @@ def inference_backends() -> list[Implementation]:
 
 @hookimpl
 def environments() -> list[Implementation]:
-    """`mortal_env`."""
-    return [Implementation("mortal_env", MortalEnvironment, summary="a game that can end its process")]
+    """`mortal_env` and `fickle_env`."""
+    return [
+        Implementation("mortal_env", MortalEnvironment, summary="a game that can end its process"),
+        Implementation("fickle_env", FickleEnvironment, summary="a game that is never the same"),
+    ]

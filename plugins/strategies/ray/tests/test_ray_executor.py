@@ -12,41 +12,15 @@ from attrs import evolve
 
 pytest.importorskip("ray", reason="ray is not installed")
 
-from turnwise.config.schema import Choice
-from turnwise.contracts.env_manager import Limits, ManagerContext
 from turnwise.contracts.rollout import EpisodeSpec, RolloutResult, RolloutSettings, TagPlan, WorkerLost
 from turnwise.errors import EngineError, EnvironmentFailure
-from turnwise.planning.builders import EnvironmentBuilder, ManagerBuilder
 from turnwise.rollout import Scheduler
 from turnwise.testing.fake_model import FakeChat
-from turnwise.testing.fakes import FakeEnvManager
 from turnwise_ray.actors import result
 
 pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("cluster"), pytest.mark.filterwarnings("ignore")]
 
-FAKES = str(Path(__file__).with_name("ray_fakes.py"))
-PLUGINS = ("turnwise.testing.plugin", FAKES)
 SETTINGS = RolloutSettings(seed=3, step_timeout=10, reset_timeout=10, request_timeout=60, max_env_failure_rate=0.9)
-
-
-def plan(environment: str = "fake_env", **options: Any) -> TagPlan:
-    return TagPlan(
-        tag="Count",
-        build=EnvironmentBuilder(environment, options, PLUGINS),
-        manager=FakeEnvManager(None, ManagerContext()),
-        manager_builder=ManagerBuilder(Choice("fake_manager"), ManagerContext(tag="Count", max_turns=3), PLUGINS),
-        limits=Limits(sequence_length=128, max_new_tokens=4, max_tokens_per_step=4, max_turns=3),
-        groups=4,
-        group_size=3,
-        step="inline",
-    )
-
-
-async def prepared(runtime: Any, trainer: Any, sampler: Any) -> Any:
-    role, backend = await runtime.train(trainer()), await runtime.serve(sampler())
-    offer = await role.offer("fake", 1, backend.receivers("fake"))
-    await asyncio.gather(role.send(offer), backend.receive(offer))
-    return backend
 
 
 async def batch(executor: Any, plans: list[TagPlan], settings: RolloutSettings, backend: Any) -> RolloutResult:
@@ -88,10 +62,10 @@ def same(one: RolloutResult, other: RolloutResult) -> None:
     ],
 )
 def test_workers_play_the_same_episodes_as_the_driver(
-    place: Any, trainer: Any, sampler: Any, settings: RolloutSettings, options: Any
+    place: Any, settings: RolloutSettings, options: Any, plan: Any, prepared: Any
 ) -> None:
     async def work(runtime: Any) -> None:
-        backend = await prepared(runtime, trainer, sampler)
+        backend = await prepared(runtime)
         plans = [plan(**options)]
         executor = runtime.executor(plans, settings, FakeChat(), backend)
         assert executor.workers == 2
@@ -103,21 +77,21 @@ def test_workers_play_the_same_episodes_as_the_driver(
     place(work, env_workers=2)
 
 
-def test_without_workers_or_for_players_of_the_driver_the_driver_plays(place: Any, trainer: Any, sampler: Any) -> None:
+def test_without_workers_or_for_players_of_the_driver_the_driver_plays(place: Any, plan: Any, prepared: Any) -> None:
     async def work(runtime: Any) -> None:
-        backend = await prepared(runtime, trainer, sampler)
+        backend = await prepared(runtime)
         assert runtime.executor([plan()], SETTINGS, FakeChat(), backend) is None
 
     place(work)
 
 
 def test_a_lost_worker_is_one_failure_and_its_episodes_are_played_elsewhere(
-    place: Any, trainer: Any, sampler: Any, tmp_path: Path
+    place: Any, tmp_path: Path, plan: Any, prepared: Any
 ) -> None:
     (tmp_path / "MORTAL_ENVIRONMENT").write_text(str(tmp_path / "died"))
 
     async def work(runtime: Any) -> None:
-        backend = await prepared(runtime, trainer, sampler)
+        backend = await prepared(runtime)
         plans, strict = [plan("mortal_env")], evolve(SETTINGS, max_env_failure_rate=0.1)
         played = await batch(runtime.executor(plans, strict, FakeChat(), backend), plans, strict, backend)
         assert (tmp_path / "died").exists()
@@ -135,17 +109,17 @@ def test_a_lost_worker_is_one_failure_and_its_episodes_are_played_elsewhere(
 
 def test_a_worker_that_answers_no_more_is_replaced_and_its_episodes_are_played_elsewhere(
     place: Any,
-    trainer: Any,
-    sampler: Any,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
+    plan: Any,
+    prepared: Any,
 ) -> None:
     monkeypatch.setattr("turnwise_ray.environments.WATCH_SECONDS", 0.5)
     (tmp_path / "STOPPED_ENVIRONMENT").write_text(str(tmp_path / "stopped"))
 
     async def work(runtime: Any) -> None:
-        backend = await prepared(runtime, trainer, sampler)
+        backend = await prepared(runtime)
         plans = [plan("mortal_env")]
         executor = runtime.executor(plans, SETTINGS, FakeChat(), backend)
         played = await asyncio.wait_for(batch(executor, plans, SETTINGS, backend), 60)
@@ -161,10 +135,10 @@ def test_a_worker_that_answers_no_more_is_replaced_and_its_episodes_are_played_e
 
 
 def test_a_worker_past_max_restarts_is_not_started_for_an_episode_that_waited_for_it(
-    place: Any, trainer: Any, sampler: Any
+    place: Any, plan: Any, prepared: Any
 ) -> None:
     async def work(runtime: Any) -> None:
-        backend = await prepared(runtime, trainer, sampler)
+        backend = await prepared(runtime)
         executor = runtime.executor([plan()], SETTINGS, FakeChat(), backend)
         worker = runtime.workers.all[0]
         async with worker.starting:
@@ -179,10 +153,10 @@ def test_a_worker_past_max_restarts_is_not_started_for_an_episode_that_waited_fo
 
 
 def test_a_worker_that_comes_up_when_no_engine_ever_will_ends_its_episodes_with_the_cause(
-    place: Any, trainer: Any, sampler: Any
+    place: Any, plan: Any, prepared: Any
 ) -> None:
     async def work(runtime: Any) -> None:
-        backend = await prepared(runtime, trainer, sampler)
+        backend = await prepared(runtime)
         executor = runtime.executor([plan()], SETTINGS, FakeChat(), backend)
         runtime.workers.serve({}, "all engines are gone")
         with pytest.raises(EngineError, match="all engines are gone"):
@@ -192,7 +166,7 @@ def test_a_worker_that_comes_up_when_no_engine_ever_will_ends_its_episodes_with_
 
 
 def test_with_more_episodes_than_rays_own_limit_worker_and_engine_still_answer_everything_else(
-    place: Any, trainer: Any, sampler: Any
+    place: Any, trainer: Any, sampler: Any, plan: Any
 ) -> None:
     async def work(runtime: Any) -> None:
         role, backend = await runtime.train(trainer()), await runtime.serve(sampler(delay=600.0))
@@ -204,7 +178,8 @@ def test_with_more_episodes_than_rays_own_limit_worker_and_engine_still_answer_e
         worker = runtime.workers.all[0]
         while worker.load < len(specs) or not worker.open:
             await asyncio.sleep(0.05)
-        await asyncio.sleep(1)  # all were sent
+        while await asyncio.wait_for(result(worker.actor.flying.remote(0, -1)), 20) < len(specs):
+            await asyncio.sleep(0.05)
         try:
             await asyncio.wait_for(result(worker.actor.node.remote()), 20)
             await asyncio.wait_for(backend.pause(), 20)
@@ -215,11 +190,9 @@ def test_with_more_episodes_than_rays_own_limit_worker_and_engine_still_answer_e
     place(work, env_workers=1)
 
 
-def test_failures_past_the_rate_end_the_batch_with_the_environments_words(
-    place: Any, trainer: Any, sampler: Any
-) -> None:
+def test_failures_past_the_rate_end_the_batch_with_the_environments_words(place: Any, plan: Any, prepared: Any) -> None:
     async def work(runtime: Any) -> None:
-        backend = await prepared(runtime, trainer, sampler)
+        backend = await prepared(runtime)
         plans = [plan(fails="raise")]
         executor = runtime.executor(plans, SETTINGS, FakeChat(), backend)
         with pytest.raises(

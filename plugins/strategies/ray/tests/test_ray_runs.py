@@ -77,8 +77,6 @@ def test_batches_ahead_are_as_reproducible_with_trainer_sampler_and_environments
     )
     assert mine == theirs
     assert [line["async/staleness/max"] for line in mine if "async/staleness/max" in line] == [0, 1, 1, 1]
-    refused = turnwise(tmp_path, "train", "run.yaml", *ahead, RAY, "weight_update=between_turns")
-    assert "$.weight_update: between_turns needs runtime local in this version" in refused.stderr
     shared = turnwise(tmp_path, "train", "run.yaml", *ahead, RAY, "actor_infer.device_mapping=[0]")
     assert "$.async_generation_ratio: 1 plays while the trainer trains" in shared.stderr
 

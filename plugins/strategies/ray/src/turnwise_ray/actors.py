@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import ray
 from attrs import field, frozen
 
+import turnwise.contracts.rollout
 import turnwise.errors
 from turnwise.errors import EngineLost, TurnwiseError
 from turnwise.plugins import registry
@@ -53,34 +54,42 @@ class Home:
 
 @frozen
 class Failure:
-    """An exception as plain data, for its class may not exist in the driver."""
+    """An exception as plain data, for its class may not exist in the driver. `sampled_tokens`: as EnvironmentFailure's."""
 
     kind: str
     text: str
     trace: str
+    sampled_tokens: int = 0
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """What `error` was. A subclass of an error of Turnwise travels as that."""
         # The nearest class that the driver knows: a plugin's own may not be installed there.
-        known = [base.__name__ for base in type(error).__mro__ if getattr(turnwise.errors, base.__name__, None) is base]
-        return cls(known[0] if known else type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+        known = [base.__name__ for base in type(error).__mro__ if _own(base.__name__) is base]
+        trace, tokens = "".join(traceback.format_exception(error)), getattr(error, "sampled_tokens", 0)
+        return cls(known[0] if known else type(error).__name__, str(error), trace, tokens)
 
     @property
     def foreseen(self) -> bool:
         """Whether it is an error of Turnwise, made for a reader."""
-        return getattr(turnwise.errors, self.kind, None) is not None
+        return _own(self.kind) is not None
 
     def error(self, where: str, otherwise: type[TurnwiseError]) -> TurnwiseError:
         """The error to raise in the driver: of its own class if that is Turnwise's, else of `otherwise`; the traceback
         is its cause."""
-        own = getattr(turnwise.errors, self.kind, None)
+        own = _own(self.kind)
         if own is not None:
             raised: TurnwiseError = own(f"{where}: {self.text}")
         else:
             raised = otherwise(f"{where} raised {self.kind}: {' '.join(self.text.split())}")
         raised.__cause__ = RemoteTraceback(self.trace)
         return raised
+
+
+def _own(name: str) -> type[TurnwiseError] | None:
+    """The error of Turnwise by this name: of a boundary, or of an episode."""
+    found = getattr(turnwise.errors, name, None) or getattr(turnwise.contracts.rollout, name, None)
+    return found if isinstance(found, type) and issubclass(found, TurnwiseError) else None
 
 
 class RemoteTraceback(Exception):

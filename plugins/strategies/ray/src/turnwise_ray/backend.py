@@ -17,11 +17,11 @@ from turnwise.contracts.train import Offer
 from turnwise.data.trajectory import Generation
 from turnwise.declared import declared
 from turnwise.errors import EngineError, EngineLost, MachineError, TurnwiseError, one_line
-from turnwise_ray.actors import Actor, Answer, Home, death, packed, process, result
+from turnwise_ray.actors import Actor, Home, death, packed, process, result
 from turnwise_ray.cluster import Cluster
 from turnwise_ray.config import RayConfig
 from turnwise_ray.members import Member, parts
-from turnwise_ray.relay import TRANSPORT, RelaySink, RelaySource
+from turnwise_ray.relay import TRANSPORT, relayed
 from turnwise_ray.replica import Replica
 from turnwise_ray.router import Router
 from turnwise_ray.trainer import CLOSE_SECONDS, RayRole
@@ -59,6 +59,8 @@ class RayBackend(Router):
         # Held while weights are read, whoever began it: the pipeline's update, or an engine that is replaced.
         self._receiving = asyncio.Lock()
         self._synced = self._asleep = self._closed = False
+        self.stranded = False
+        """Whether none serves before the next weights: the engines that had the last are gone, and the trainer's are others."""
 
     async def start(self) -> RayBackend:
         """Place and build all engines. Raises what one raised, or MachineError."""
@@ -204,6 +206,7 @@ class RayBackend(Router):
 
     def serve(self, members: Mapping[int, Actor], failed: str | None = None) -> None:
         """As in Router; whoever listens is notified."""
+        self.stranded = self.stranded and not members
         super().serve(members, failed)
         for changed in self._listeners:
             changed(self._serving, failed)
@@ -280,33 +283,15 @@ class RayBackend(Router):
         """Read the offer on the trainer's node and serve it on `node`."""
         trainer = self._trainer()
         assert trainer is not None
-        seconds = self._plan.context.weight_sync_timeout
-        source = process(RelaySource, "relay.source", self._cluster.on_node(trainer.node))
-        sink = process(RelaySink, "relay.sink", self._cluster.on_node(node))
-        try:
-            (await result(source.open.remote(offer.payload, seconds), seconds)).unwrap("relay.source", EngineError)
-            opened = await result(
-                sink.open.remote(sum(member.readers[offer.transport] for member in members), seconds), seconds
-            )
-            there = evolve(offer, payload=opened.unwrap("relay.sink", EngineError))
-            pump = result(sink.pump.remote(source))
-            pumped, *read = await asyncio.gather(
-                pump, *(self._receive(member, there) for member in members), return_exceptions=True
-            )
-            for one in (pumped, *read):  # what the relay says first: the engines know only that it stopped
-                if isinstance(one, BaseException):
-                    raise one
-                if isinstance(one, Answer):
-                    one.unwrap("relay.sink", EngineError)
-        except TimeoutError as error:
-            raise EngineError(
-                f"{self.role}: the relay to another node did not come up within weight_sync_timeout = {seconds:g} s"
-            ) from error
-        except ray.exceptions.RayError as error:
-            raise EngineError(f"{self.role}: the relay of weights to another node died. {death(error)}") from error
-        finally:
-            ray.kill(source)
-            ray.kill(sink)
+        await relayed(
+            offer,
+            self._cluster.on_node(trainer.node),
+            self._cluster.on_node(node),
+            sum(member.readers[offer.transport] for member in members),
+            lambda there: [self._receive(member, there) for member in members],
+            self.role,
+            self._plan.context.weight_sync_timeout,
+        )
 
     # ---------------------------------------------------------------- death
 
@@ -386,6 +371,9 @@ class RayBackend(Router):
             await self._do(member, "resume")
             log.warning("%s.%d has the current weights again", self.role, member.number)
             self._join([member])
+        elif not self._serving:
+            log.warning("%s.%d waits for the next weights, and every request for it", self.role, member.number)
+            self.stranded = True  # who listens learns of it from the watcher
 
     def _lost(self, member: Member, cause: str) -> None:
         text = (

@@ -6,19 +6,56 @@ Within a node weights go from process to process (turnwise_torch.stream), and Ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import ray
+from attrs import evolve
 
-from turnwise_ray.actors import Answer, Process
+from turnwise.contracts.train import Offer
+from turnwise.errors import EngineError
+from turnwise_ray.actors import Answer, Process, death, process, result
 
 TRANSPORT = "shared_memory"
 """The transport that ends at its node."""
 
 Packed = list[tuple[str, str, tuple[int, ...], np.ndarray]]
 """A bucket: name, dtype, shape and the bytes of each tensor."""
+
+
+async def relayed(
+    offer: Offer,
+    source: Mapping[str, Any],
+    sink: Mapping[str, Any],
+    readers: int,
+    read: Callable[[Offer], Sequence[Awaitable[None]]],
+    role: str,
+    seconds: float,
+) -> None:
+    """Read the offer where `source` is placed and serve it `readers` times where `sink` is; `read`: what reads it there,
+    given the offer of that place. Raises EngineError, also where the two do not come up within `seconds`."""
+    first, second = process(RelaySource, "relay.source", source), process(RelaySink, "relay.sink", sink)
+    try:
+        (await result(first.open.remote(offer.payload, seconds), seconds)).unwrap("relay.source", EngineError)
+        opened = await result(second.open.remote(readers, seconds), seconds)
+        there = evolve(offer, payload=opened.unwrap("relay.sink", EngineError))
+        done = await asyncio.gather(result(second.pump.remote(first)), *read(there), return_exceptions=True)
+        for one in done:  # what the relay says first: the engines know only that it stopped
+            if isinstance(one, BaseException):
+                raise one
+            if isinstance(one, Answer):
+                one.unwrap("relay.sink", EngineError)
+    except TimeoutError as error:
+        raise EngineError(
+            f"{role}: the relay to another node did not come up within weight_sync_timeout = {seconds:g} s"
+        ) from error
+    except ray.exceptions.RayError as error:
+        raise EngineError(f"{role}: the relay of weights to another node died. {death(error)}") from error
+    finally:
+        ray.kill(first)
+        ray.kill(second)
 
 
 class RelaySource(Process):

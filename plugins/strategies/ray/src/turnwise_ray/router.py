@@ -53,14 +53,22 @@ class Router:
 
     async def generate(self, request: Request) -> Generation:
         """Sample one response. Raises EngineError."""
-        while True:
-            await self._any()
-            with self._homes.of(request, self._serving) as number:
-                answer = await self._ask(number, request)
-            if answer is None:
-                continue
-            generation: Generation = answer.unwrap(f"{self.role}.{number}", EngineError)
-            return generation
+        try:
+            while True:
+                await self._any()
+                with self._homes.of(request, self._serving) as number:
+                    answer = await self._ask(number, request)
+                if answer is not None:
+                    break
+        except asyncio.CancelledError:
+            # `abort` may follow, and needs the ticket.
+            raise
+        except BaseException:
+            self._sent.pop(request, None)
+            raise
+        self._sent.pop(request, None)
+        generation: Generation = answer.unwrap(f"{self.role}.{number}", EngineError)
+        return generation
 
     async def _ask(self, number: int, request: Request) -> Answer | None:
         """The engine's answer; None where it is gone, and has to be asked no more."""
@@ -69,19 +77,12 @@ class Router:
         self._sent[request] = (member, ticket)
         try:
             answer: Answer | None = await result(member.generate.remote(ticket, request, self._live))
-        except asyncio.CancelledError:
-            # `abort` may follow, and needs the ticket.
-            raise
         except ray.exceptions.RayActorError:
             answer = None
-        except BaseException:
-            del self._sent[request]
-            raise
         # Its entry in `_sent` stays: the request is still under way (`idle`), and the next engine's replaces it.
         if answer is None or answer.lost:
             self._gone(number, member)
             return None
-        del self._sent[request]
         return answer
 
     async def abort(self, request: Request) -> None:

@@ -15,7 +15,8 @@ from turnwise_ray.actors import Home
 from turnwise_ray.backend import RayBackend
 from turnwise_ray.cluster import Cluster
 from turnwise_ray.config import RayConfig
-from turnwise_ray.environments import RayExecutor, Workers
+from turnwise_ray.environments import Workers
+from turnwise_ray.executor import HereExecutor, RayExecutor
 from turnwise_ray.trainer import RayRole
 
 SENDER = "actor_train"
@@ -58,15 +59,14 @@ class RayRuntime:
 
     def executor(
         self, plans: Sequence[TagPlan], settings: RolloutSettings, chat: Chat | None, backend: InferenceBackend
-    ) -> RayExecutor | None:
-        """Workers for these episodes; None (the driver plays) without `env_workers`, for a player of the driver's, and
-        for plans that no other process can build."""
-        if (
-            not self._config.env_workers
-            or not isinstance(backend, RayBackend)
-            or any(plan.manager_builder is None for plan in plans)
-        ):
+    ) -> RayExecutor | HereExecutor | None:
+        """Workers for these episodes. Without `env_workers`, for a player of the driver's, and for plans that no other
+        process can build, the driver plays: None, or an executor of its own where the trainer trains meanwhile."""
+        if not isinstance(backend, RayBackend):
             return None
+        if not self._config.env_workers or any(plan.manager_builder is None for plan in plans):
+            ahead = settings.async_generation_ratio > 0 and not settings.evaluation
+            return HereExecutor(plans, settings, backend, chat) if ahead else None
         if self.workers is None:
             self.workers = Workers(self._cluster, self._home, self._config, self._context.timeout)
             # Workers ask the engines themselves, and have to know which ones serve.

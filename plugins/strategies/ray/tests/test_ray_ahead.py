@@ -1,0 +1,92 @@
+"""Whole asynchronous runs of a tiny FrozenLake on Ray: weights that come while episodes are open, and processes that
+die."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise.testing.runs import LAKE, written
+
+pytest.importorskip("ray", reason="ray is not installed")
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow]
+
+STEPS, GROUPS, SIZE = 4, 2, 4
+CHANGES = {
+    "max_steps": STEPS,
+    "eval_steps": 2,
+    "sequence_length": 512,
+    "async_generation_ratio": 1,
+    "actor_train.device_mapping": [0],
+    "actor_infer.device_mapping": [1],
+    "actor_infer.generating_args.max_new_tokens": 16,
+    "val_env_manager": {"num_env_groups": 2, "group_size": 1, "tags": ["Lake"]},
+    "runtime": {"use": "ray", "device": "cpu", "object_store_mb": 100},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    return Ahead(tmp_path)
+
+
+class Ahead:
+    """Runs in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.write()
+
+    def write(self, *plugins: str, **changes: Any) -> None:
+        """The configuration, with further plugins; a dot in a key is written as two underscores."""
+        keys = {"plugins": ["turnwise-ray", *LAKE["plugins"], *plugins]} | CHANGES
+        text = written(LAKE, keys | {key.replace("__", "."): value for key, value in changes.items()})
+        (self.folder / "run.yaml").write_text(text)
+
+    def train(self, *overrides: str) -> subprocess.CompletedProcess[str]:
+        """A run, as the command line begins one."""
+        return subprocess.run(
+            [sys.executable, "-m", "turnwise.cli.main", "train", "run.yaml", *overrides],
+            cwd=self.folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        """A file of JSON lines."""
+        return [json.loads(line) for line in (self.folder / "out" / name).read_text().splitlines()]
+
+    def log(self) -> str:
+        """What the driver logged."""
+        return (self.folder / "out" / "run.log").read_text()
+
+    def is_whole(self, ratio: int = 1, steps: int = STEPS) -> None:
+        """Every episode was trained once, no token older than the bound, and every evaluation had one version."""
+        trained = sorted((one["step"], one["group"], one["member"]) for one in self.lines("trajectories/train.jsonl"))
+        assert trained == [(q, q * GROUPS + s, m) for q in range(steps) for s in range(GROUPS) for m in range(SIZE)]
+        lines = self.lines()
+        assert [line["step"] for line in lines] == list(range(steps + 1))
+        assert all(line["async/staleness/max"] <= ratio for line in lines[:-1])
+        evaluated = [line["val/version_span"] for line in lines if "val/version_span" in line]
+        assert evaluated
+        assert set(evaluated) == {0}
+
+
+@pytest.mark.parametrize(("way", "workers"), [("between_turns", 2), ("between_tokens", 0)])
+def test_weights_that_come_while_episodes_are_open(run: Ahead, way: str, workers: int) -> None:
+    done = run.train(f"weight_update={way}", f"runtime.env_workers={workers}")
+    assert done.returncode == 0, done.stderr
+    run.is_whole()
+    assert max(line["async/staleness/max"] for line in run.lines()[:-1]) == 1
+    assert all(line["async/version_span"] <= (way == "between_tokens") for line in run.lines()[:-1])
+    assert "Traceback" not in done.stderr
