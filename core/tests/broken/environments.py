@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import time
+from datetime import datetime
+from time import time as now
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,6 +32,19 @@ class DrawsGlobally(FakeEnvironment):
         return observation, float(np.random.random()), *rest  # type: ignore[return-value]
 
 
+class SeedsWhenItIsBuilt(FakeEnvironment):
+    def __init__(self) -> None:
+        super().__init__()
+        np.random.seed(0)
+
+
+class DrawsGloballyNowAndThen(FakeEnvironment):
+    def step(self, action: str) -> Step:
+        if self._seed == 5:
+            random.random()
+        return super().step(action)
+
+
 class SharesState(FakeEnvironment):
     steps: ClassVar[list[int]] = [0]
 
@@ -40,6 +56,60 @@ class SharesState(FakeEnvironment):
         self.steps[0] += 1
         observation, _, *rest = super().step(action)
         return observation, float(self.steps[0]), *rest  # type: ignore[return-value]
+
+
+class WritesIntoASharedTask(FakeEnvironment):
+    """What is cached for a seed is made anew by reset, and worn by the steps of all who play it."""
+
+    tasks: ClassVar[dict[int | None, list[int]]] = {}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        self.task = self.tasks[seed] = self.tasks.get(seed, [])
+        self.task.clear()
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: str) -> Step:
+        self.task.append(1)
+        observation, _, *rest = super().step(action)
+        return observation, float(len(self.task)), *rest  # type: ignore[return-value]
+
+
+class RewardsHaste(FakeEnvironment):
+    """As long as nobody is slow, nothing is seen of it."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        self.began = time.monotonic()
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: str) -> Step:
+        observation, reward, *rest = super().step(action)
+        return observation, reward if time.monotonic() < self.began + 600 else -1.0, *rest  # type: ignore[return-value]
+
+
+class RewardsByTheDay(FakeEnvironment):
+    def step(self, action: str) -> Step:
+        observation, _, *rest = super().step(action)
+        return observation, float(now() // 86400), *rest  # type: ignore[return-value]
+
+
+class TellsTheDate(FakeEnvironment):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        _, info = super().reset(seed=seed, options=options)
+        return f"{datetime.now():%Y-%m-%d}, task {seed}", info
+
+
+class RejectsItsAnswer(FakeEnvironment):
+    """Its verifier wants another form than that of its data."""
+
+    def step(self, action: str) -> Step:
+        *rest, info = super().step(action.replace("a", "A"))
+        return *rest, info  # type: ignore[return-value]
+
+
+class AnswersWithAList(FakeEnvironment):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        observation, info = super().reset(seed=seed, options=options)
+        return observation, info | {"answer": ["a"]}
 
 
 class IgnoresSeed(FakeEnvironment):
@@ -121,5 +191,6 @@ class RendersFloats(FakeEnvironment):
 def environments() -> list[Implementation]:
     made = [SeedsGlobally, DrawsGlobally, SharesState, IgnoresSeed, SeedsOf31Bits, RemembersEpisodes, HoldsALambda]
     made += [RewardsNan, TellsLists, ClosesOnce, RaisesOnEmpty, NeedsTheResponse, RendersFloats]
-    made += [SeedsByHash, OrdersBySet]
+    made += [SeedsByHash, OrdersBySet, SeedsWhenItIsBuilt, DrawsGloballyNowAndThen, WritesIntoASharedTask]
+    made += [RewardsHaste, RewardsByTheDay, TellsTheDate, RejectsItsAnswer, AnswersWithAList]
     return [Implementation(c.__name__, c) for c in made]

@@ -55,8 +55,9 @@ class Environment(Protocol):
     "text", "text"}`, `{"type": "image", "image": uint8 H×W×3}`). `step` gets the model's text, or what the manager
     found in it to be the action (the empty string when it found nothing: an invalid action). `info` may hold
     `state_key` (hashable or array: the state after this call), `success` (bool), `metrics` (name → number), `actions`
-    (the legal texts, for the random player) and, at reset, `tools` (JSON schemas for the chat template) and
-    `env_instruction` (what templates show as `{env_instruction}`). A data-set environment has the attribute `num_tasks`
+    (the legal texts, for the random player), `answer` (a text that is right now, as the next action: the conformance kit
+    plays it) and, at reset, `tools` (JSON schemas for the chat template) and `env_instruction` (what templates show as
+    `{env_instruction}`). A data-set environment has the attribute `num_tasks`
     and gets `options={"index": i}`. A `step` that has the parameter `response` is given the whole `Response` under that
     name: `def step(self, action, response=None)`. It may be None, from a manager that has none.
     Optional: `render()` → uint8 H×W×3 array or a string, `close()`. What it can do beyond that it declares as
@@ -65,8 +66,8 @@ class Environment(Protocol):
 
     # Any: Gymnasium's options
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """Start an episode. The same seed (0 ≤ seed < 2**32) gives the same episode for the same actions; global random
-        state is not touched."""
+        """Start an episode. The same seed (0 ≤ seed < 2**32) gives the same episode for the same actions, at whatever
+        time; global random state is not touched."""
         ...
 
     def step(self, action: str) -> tuple[Observation, float, bool, bool, Info]:

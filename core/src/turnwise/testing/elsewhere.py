@@ -1,4 +1,5 @@
-"""Episodes of the environments under test in a second process, in which `hash()` of a text is another number."""
+"""Episodes of the environments under test in a second process, in which `hash()` of a text is another number and the
+clocks can be put forward."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,18 @@ from turnwise.plugins import DISABLE, registry
 
 TIMEOUT = 300.0
 """Seconds for all environments under test together."""
-CODE = "import sys; from turnwise.testing.contracts.environment import report; report(sys.argv[1])"
+CODE = """
+import sys
+from turnwise.testing.later import Clocks
+clocks = Clocks()
+clocks.install()  # before any environment is imported
+from turnwise.testing.contracts.environment import report
+report(sys.argv[1], clocks)
+"""
 
 
-def played_elsewhere(names: Sequence[str]) -> dict[str, Any]:
-    """Name → what `played(name)` returned in a new process, or the text of what it raised.
+def played_elsewhere(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Name → way → what `ways[way](name)` of `report_to` returned in a new process, or the text of what it raised.
 
     The process has this one's plugins and search path, and another PYTHONHASHSEED. Raises RuntimeError where it ends
     early, subprocess.TimeoutExpired."""
@@ -48,15 +56,18 @@ def played_elsewhere(names: Sequence[str]) -> dict[str, Any]:
         answer = order.with_suffix(".pickle")
         if done.returncode or not answer.exists():
             raise RuntimeError(f"the second process ended with {done.returncode}: {done.stderr[-500:]}")
-        pickled: dict[str, Any] = pickle.loads(answer.read_bytes())
-    return {name: _loaded(value) for name, value in pickled.items()}
+        pickled: dict[str, dict[str, Any]] = pickle.loads(answer.read_bytes())
+    return {name: {way: _loaded(value) for way, value in ways.items()} for name, ways in pickled.items()}
 
 
-def report_to(path: str, played: Callable[[str], Any]) -> None:
-    """The second process's side: answer the order in the file `path`."""
+def report_to(path: str, ways: Mapping[str, Callable[[str], Any]]) -> None:
+    """The second process's side: answer the order in the file `path`, every name in the first way, then in the next."""
     order = json.loads(Path(path).read_text(encoding="utf-8"))
     registry().declare(order["plugins"])
-    answers = {name: _answer(played, name) for name in order["names"]}
+    answers: dict[str, dict[str, bytes | str]] = {name: {} for name in order["names"]}
+    for way, played in ways.items():
+        for name, answer in answers.items():
+            answer[way] = _answer(played, name)
     Path(path).with_suffix(".pickle").write_bytes(pickle.dumps(answers))
 
 

@@ -116,6 +116,7 @@ class FakeEnvironment:
         info: dict[str, Any] = {
             "state_key": (self._start, self._turn),
             "actions": ("a", "b"),
+            "answer": self._target,
             "metrics": {"count": float(self._turn)},
         }
         return info | ({"success": self._score >= self._reward * self._length / 2} if done else {})

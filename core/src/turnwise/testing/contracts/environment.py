@@ -1,5 +1,5 @@
 """What every environment keeps: it is a function of seed and actions, alone in its process and the same in every other,
-and returns what the contract names."""
+at whatever time, and returns what the contract names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import math
 import pickle
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,16 @@ from turnwise.contracts.environment import Response, check_reset, check_step, ta
 from turnwise.plugins import registry
 from turnwise.testing.compare import changed, global_random_state, global_seed, same
 from turnwise.testing.elsewhere import played_elsewhere, report_to
+from turnwise.testing.later import Clocks
 from turnwise.testing.subject import Subject
 
 KIND = "environment"
 STEPS = 20
 SEEDS = range(8)
 LARGEST_SEED = 2**32 - 1
+HOUR = 3600.0
+LONGEST = 1000
+"""Steps after which an environment's own answers must have led to an end."""
 # Nothing, a word, a number, a tagged answer: what a parser may meet.
 TEXTS = ("", "a", "b", "0", "1", "yes", "left", "<answer>1</answer>")
 
@@ -32,13 +36,14 @@ TEXTS = ("", "a", "b", "0", "1", "yes", "left", "<answer>1</answer>")
 @define
 class Hand:
     """Plays one environment with random legal actions (its own, the author's, or a few texts) and writes down what it
-    answered."""
+    answered. `between`: done before every call."""
 
     environment: Any
     runner: asyncio.Runner
     texts: tuple[str, ...] = TEXTS
     log: list[Any] = field(factory=list)
     done: bool = False
+    between: Callable[[], None] = lambda: None
     _info: dict[str, Any] = field(factory=dict)
     _draw: np.random.Generator = field(factory=np.random.default_rng)
 
@@ -52,18 +57,22 @@ class Hand:
         tasks = getattr(self.environment, "num_tasks", None)
         # The seed names the task too, so that equal seeds are equal episodes.
         options = {} if tasks is None else {"options": {"index": seed % tasks}}
+        self.between()
         observation, self._info = check_reset(self.call(self.environment.reset(seed=seed, **options)), "environment")
         self.log, self.done = [observation, _reported(self._info)], False
         # The same choices for every seed: what differs comes from the environment.
         self._draw = np.random.default_rng(0)
 
-    def step(self) -> None:
+    def step(self, action: str | None = None) -> float:
+        """Play `action` (none: a random one), and return the reward."""
         legal = tuple(self._info.get("actions") or self.texts)
-        action = legal[int(self._draw.integers(len(legal)))]
+        action = legal[int(self._draw.integers(len(legal)))] if action is None else action
+        self.between()
         answer = check_step(self.call(self.environment.step(action)), "environment")
         observation, reward, terminated, truncated, self._info = answer
         self.done = terminated or truncated
         self.log += [action, observation, reward, terminated, truncated, _reported(self._info)]
+        return reward
 
     def play(self, seed: int) -> list[Any]:
         self.reset(seed)
@@ -73,9 +82,13 @@ class Hand:
             self.step()
         return self.log
 
+    def told(self, key: str) -> Any:
+        """What the last call's `info` holds."""
+        return self._info.get(key)
+
 
 def _reported(info: dict[str, Any]) -> dict[str, Any]:
-    return {key: info[key] for key in ("state_key", "success", "actions") if key in info}
+    return {key: info[key] for key in ("state_key", "success", "actions", "answer") if key in info}
 
 
 def hand(implementation: Subject, runner: asyncio.Runner) -> Hand:
@@ -107,31 +120,52 @@ def test_other_seeds_differ_somewhere(implementation: Subject, runner: asyncio.R
 
 
 @pytest.fixture(scope="module")
-def elsewhere(subjects: list[Subject]) -> dict[str, Any]:
-    """Name → the logs of the episodes of SEEDS in another process, or why there are none."""
+def elsewhere(subjects: list[Subject]) -> dict[str, dict[str, Any]]:
+    """Name → `now` and `later` → the logs of the episodes of SEEDS in another process, or why there are none."""
     chosen = [s.entry.name for s in subjects if s.entry.kind == KIND and not s.entry.missing]
     return played_elsewhere(chosen)
 
 
-def _logs(implementation: Subject, runner: asyncio.Runner) -> list[list[Any]]:
+def _logs(
+    implementation: Subject, runner: asyncio.Runner, between: Callable[[], None] = lambda: None
+) -> list[list[Any]]:
     player = hand(implementation, runner)
+    player.between = between
     return [player.play(seed) for seed in SEEDS]
 
 
-def report(path: str) -> None:
+def report(path: str, clocks: Clocks) -> None:
     """What runs in the other process."""
     with asyncio.Runner() as runner:
-        report_to(path, lambda name: _logs(Subject(registry().find(KIND, name)), runner))
+
+        def now(name: str) -> list[list[Any]]:
+            return _logs(Subject(registry().find(KIND, name)), runner)
+
+        def later(name: str) -> list[list[Any]]:
+            # Between two calls, where a model thinks: what an environment waits for itself is as long as ever.
+            return _logs(Subject(registry().find(KIND, name)), runner, lambda: clocks.forward(HOUR))
+
+        report_to(path, {"now": now, "later": later})
 
 
 def test_another_process_plays_the_same(
-    implementation: Subject, runner: asyncio.Runner, elsewhere: dict[str, Any]
+    implementation: Subject, runner: asyncio.Runner, elsewhere: dict[str, dict[str, Any]]
 ) -> None:
-    here, there = _logs(implementation, runner), elsewhere[implementation.entry.name]
+    here, there = _logs(implementation, runner), elsewhere[implementation.entry.name]["now"]
     assert isinstance(there, list), f"it cannot be played in a second process: {there}"
     assert same(here, there), (
         "the episode differs in another process: a run that is resumed, or one with several workers, would have other"
         " tasks. Fix: no hash() of a text and no order of a set, which every process chooses anew; hashlib, sorted()."
+    )
+
+
+def test_the_time_has_no_influence(implementation: Subject, elsewhere: dict[str, dict[str, Any]]) -> None:
+    now, later = (elsewhere[implementation.entry.name][way] for way in ("now", "later"))
+    assert isinstance(now, list), f"it cannot be played in a second process: {now}"
+    assert isinstance(later, list), f"it fails where an hour passes between two calls: {later}"
+    assert same(now, later), (
+        "the episode, or its rewards, are others where an hour passes between two calls: a slow or resumed run would"
+        " learn something else. Fix: count steps, not seconds, and read no date."
     )
 
 
@@ -140,17 +174,22 @@ def test_the_largest_seed_is_taken(implementation: Subject, runner: asyncio.Runn
 
 
 def test_the_process_global_random_state_is_left_untouched(implementation: Subject, runner: asyncio.Runner) -> None:
-    player = hand(implementation, runner)
     before = global_random_state()
-    player.reset(0)
-    moved = changed(before, global_random_state())
-    assert not moved, (
-        f"reset changed the global state of {', '.join(moved)}. Fix: draw from np.random.default_rng(seed) or"
-        " random.Random(seed)."
-    )
-    player.play(0)
-    moved = changed(before, global_random_state())
-    assert not moved, f"step changed the global state of {', '.join(moved)}. Fix: draw from a generator made in reset."
+
+    def untouched(what: str) -> None:
+        moved = changed(before, global_random_state())
+        assert not moved, (
+            f"{what} changed the global state of {', '.join(moved)}. Fix: draw from np.random.default_rng(seed) or"
+            " random.Random(seed), made in reset."
+        )
+
+    player = hand(implementation, runner)
+    untouched("the constructor")
+    for seed in SEEDS:
+        player.reset(seed)
+        untouched("reset")
+        player.play(seed)
+        untouched("step")
 
 
 def test_the_process_global_random_state_has_no_influence(implementation: Subject, runner: asyncio.Runner) -> None:
@@ -165,17 +204,20 @@ def test_the_process_global_random_state_has_no_influence(implementation: Subjec
 
 
 def test_two_instances_do_not_disturb_each_other(implementation: Subject, runner: asyncio.Runner) -> None:
-    alone = hand(implementation, runner).play(1)
-    one, other = hand(implementation, runner), hand(implementation, runner)
-    one.reset(1)
-    other.reset(2)
-    for _ in range(STEPS):
-        for player in (one, other):
-            if not player.done:
-                player.step()
-    assert same(alone, one.log), (
-        "an episode changes when another instance plays at the same time. Fix: keep no state in the class or module."
-    )
+    # Two tasks, and one: what the members of a group share may be written into.
+    for seeds in ((1, 2), (1, 1)):
+        alone = [hand(implementation, runner).play(seed) for seed in seeds]
+        players = [hand(implementation, runner) for _ in seeds]
+        for player, seed in zip(players, seeds):
+            player.reset(seed)
+        for _ in range(STEPS):
+            for player in players:
+                if not player.done:
+                    player.step()
+        assert all(same(log, player.log) for log, player in zip(alone, players)), (
+            "an episode changes when another instance plays at the same time. Fix: keep no state in the class or"
+            " module, and write into nothing that instances share, such as a cached task."
+        )
 
 
 def test_it_plays_the_same_in_another_thread(implementation: Subject, runner: asyncio.Runner) -> None:
@@ -225,6 +267,24 @@ def test_info_holds_what_the_contract_names(implementation: Subject, runner: asy
         )
         assert all(isinstance(a, str) for a in info.get("actions", ())), (
             f"info['actions'] is {info['actions']!r}; it must hold texts."
+        )
+        assert isinstance(info.get("answer", ""), str), f"info['answer'] is {info['answer']!r}; it must be a text."
+
+
+def test_its_own_answers_are_right(implementation: Subject, runner: asyncio.Runner) -> None:
+    player = hand(implementation, runner)
+    for seed in SEEDS:
+        player.reset(seed)
+        said, score = [], 0.0
+        while not player.done and isinstance(answer := player.told("answer"), str):
+            assert len(said) < LONGEST, f"seed {seed}: {LONGEST} of its own answers have not ended the episode."
+            said.append(answer)
+            score += player.step(answer)
+        success = player.told("success")
+        right = score > 0 if success is None else bool(success) and score != 0
+        assert right or not said, (
+            f"seed {seed}: its own answers {said!r:.200} score {score:g}, success {success}: nothing that a model says"
+            " could be right. Fix: the verifier, or info['answer'], in the form in which the verifier takes it."
         )
 
 

@@ -183,6 +183,7 @@ class Retrieval:
         return {
             "state_key": (*question.chain, question.relation, *self._shown, self._over),
             "success": self._success,
+            "answer": f"answer: {self.answer}",
             "actions": [
                 *(f"search: {self.corpus.names[i]}" for i in self._known),
                 *(f"answer: {value}" for value in values),
