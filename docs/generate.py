@@ -40,6 +40,7 @@ def plugin_table() -> str:
 
 
 def main() -> int:
+    """Write what is out of date, or with `--check` name it; the exit code."""
     wanted = {
         ROOT / "docs" / "configuration.md": reference(),
         ROOT / "docs" / "plugins.md": PAGE.format(plugin_table()),

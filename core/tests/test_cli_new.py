@@ -118,7 +118,7 @@ def test_scaffolded_code_is_clean(tmp_path: Path) -> None:
     for kind in KINDS.values():
         folder = new(kind, tmp_path / kind)
         for command in (["check", *rules], ["format", "--check"]):
-            python(folder, "-m", "ruff", *command, "--isolated", "--no-cache", "--line-length=150", ".")
+            python(folder, "-m", "ruff", *command, "--isolated", "--no-cache", "--line-length=120", ".")
 
 
 def test_every_hook_has_a_template() -> None:

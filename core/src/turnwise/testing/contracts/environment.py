@@ -160,6 +160,7 @@ def test_another_process_plays_the_same(
 
 
 def test_the_time_has_no_influence(implementation: Subject, elsewhere: dict[str, dict[str, Any]]) -> None:
+    implementation.environment()  # skips what cannot be built
     now, later = (elsewhere[implementation.entry.name][way] for way in ("now", "later"))
     assert isinstance(now, list), f"it cannot be played in a second process: {now}"
     assert isinstance(later, list), f"it fails where an hour passes between two calls: {later}"
