@@ -276,7 +276,8 @@ def test_its_own_answers_are_right(implementation: Subject, runner: asyncio.Runn
     player = hand(implementation, runner)
     for seed in SEEDS:
         player.reset(seed)
-        said, score = [], 0.0
+        said: list[str] = []
+        score = 0.0
         while not player.done and isinstance(answer := player.told("answer"), str):
             assert len(said) < LONGEST, f"seed {seed}: {LONGEST} of its own answers have not ended the episode."
             said.append(answer)
