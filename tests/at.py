@@ -2,9 +2,11 @@
 ACTION ARGUMENT…`.
 
 ACTION: `kill` (SIGKILL), `interrupt` (SIGINT, as Ctrl-C), `interrupt-twice`, `interrupt-and-wait` (the call does not
-return before the process ends), `fill:BYTES` (no file may grow beyond, from now on).
+return before the process ends), `fill:BYTES` (no file may grow beyond, from now on). With TURNWISE_TEST_TICKS set, the
+run has a clock of ticks: the nth call then finds it doing the same every time.
 """
 
+import asyncio
 import functools
 import importlib
 import os
@@ -15,6 +17,7 @@ import time
 from typing import Any
 
 from turnwise.cli.main import main
+from turnwise.testing.ticks import run_in_ticks
 
 
 def act(action: str) -> None:
@@ -50,6 +53,8 @@ def watch(place: str, nth: int, action: str) -> None:
 
 
 if __name__ == "__main__":
+    if os.environ.get("TURNWISE_TEST_TICKS"):
+        asyncio.run = run_in_ticks  # type: ignore[assignment]
     watch(sys.argv[1], int(sys.argv[2]), sys.argv[3])
     sys.argv = ["turnwise", *sys.argv[4:]]
     main()

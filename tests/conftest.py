@@ -3,6 +3,7 @@ own."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from attrs import frozen
@@ -19,6 +21,7 @@ from click.testing import CliRunner, Result
 from turnwise.cli.main import main
 from turnwise.plugins import reset_registry
 from turnwise.testing.runs import FAKES, LAKE, written
+from turnwise.testing.ticks import run_in_ticks
 
 AT = Path(__file__).with_name("at.py")
 IDLE = re.compile(r"While there was a batch to play ahead, the trainer was idle.*\n")
@@ -85,22 +88,24 @@ class Run:
         finally:
             os.chdir(here)
 
-    def train(self, *overrides: str) -> Result:
-        """`turnwise train run.yaml OVERRIDES` in this process; it must succeed."""
-        result = self.command("train", "run.yaml", *overrides)
+    def train(self, *overrides: str, ticks: bool = False) -> Result:
+        """`turnwise train run.yaml OVERRIDES` in this process; it must succeed. `ticks`: on a clock of ticks
+        (turnwise.testing.ticks), which needs the fake runtime."""
+        with mock.patch("asyncio.run", run_in_ticks) if ticks else contextlib.nullcontext():
+            result = self.command("train", "run.yaml", *overrides)
         assert result.exit_code == 0, result.output + repr(result.exception)
         return result
 
     def process(
-        self, *arguments: str, at: tuple[str, int, str] | None = None, timeout: float = 120
+        self, *arguments: str, at: tuple[str, int, str] | None = None, timeout: float = 120, ticks: bool = False
     ) -> subprocess.CompletedProcess[str]:
         """`turnwise ARGUMENTS` in a process of its own, which does something to itself at the nth call of a function
-        (see at.py)."""
+        (see at.py). `ticks`: as in `train`, with `at` alone."""
         before = [str(AT), *map(str, at)] if at else ["-m", "turnwise.cli.main"]
         return subprocess.run(
             [sys.executable, *before, *arguments],
             cwd=self.folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | ({"TURNWISE_TEST_TICKS": "1"} if ticks else {}),
             capture_output=True,
             text=True,
             timeout=timeout,

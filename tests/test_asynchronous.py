@@ -11,11 +11,12 @@ import pytest
 
 FAKE_UPDATE = "turnwise.testing.fake_model:FakeStrategy.update"
 WAYS = ["between_turns", "between_tokens"]
-SLOW = [
+TICKING = [
     "async_generation_ratio=1",
-    "actor_infer.strategy_args.strategy_config={delay: 0.08}",
-    "custom_envs.Count.step=thread",
+    "runtime={use: fake_runtime, update: 1}",
+    "actor_infer.strategy_args.strategy_config={token: 1}",
 ]
+"""A token takes a tick, and so does an update: where a run is at the nth call of a function does not depend on the machine."""
 
 
 def trained(run: Any) -> list[list[tuple[int, int]]]:
@@ -61,10 +62,10 @@ def test_a_real_run_keeps_its_bound_and_its_groups(lake: Any, way: str) -> None:
     ],
 )
 def test_killed_with_open_episodes_everything_is_trained_once(fake: Any, way: str, place: str, nth: int) -> None:
-    settings = [*SLOW, f"weight_update={way}"]
-    killed = fake.process("train", "run.yaml", *settings, at=(place, nth, "kill"))
+    settings = [*TICKING, f"weight_update={way}"]
+    killed = fake.process("train", "run.yaml", *settings, at=(place, nth, "kill"), ticks=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    fake.train(*settings, "resume_from_checkpoint=true")
+    fake.train(*settings, "resume_from_checkpoint=true", ticks=True)
     within(fake, 1)
     assert trained(fake) == whole(6, 2, 4)
     assert {line["rollout/attempts"] for line in fake.metrics() if "rollout/attempts" in line} == {8}
@@ -74,10 +75,11 @@ def test_killed_with_open_episodes_everything_is_trained_once(fake: Any, way: st
 
 
 def test_stopped_with_open_episodes_and_resumed(fake: Any) -> None:
-    settings = [*SLOW, "weight_update=between_turns"]
-    stopped = fake.process("train", "run.yaml", *settings, at=("turnwise.rollout:Scheduler.next_batch", 4, "interrupt"))
+    settings = [*TICKING, "weight_update=between_turns"]
+    place = ("turnwise.rollout:Scheduler.next_batch", 4, "interrupt")
+    stopped = fake.process("train", "run.yaml", *settings, at=place, ticks=True)
     assert stopped.returncode == 130, stopped.stderr
-    fake.train(*settings, "resume_from_checkpoint=true")
+    fake.train(*settings, "resume_from_checkpoint=true", ticks=True)
     within(fake, 1)
     assert trained(fake) == whole(6, 2, 4)
 
@@ -85,7 +87,9 @@ def test_stopped_with_open_episodes_and_resumed(fake: Any) -> None:
 def test_failing_environments_are_tried_again_while_weights_come(fake: Any) -> None:
     fails = "custom_envs.Count.env_config={fails: raise, fails_every: 3}"
     fake.train(
-        *SLOW, "weight_update=between_tokens", fails, "train_env_manager.max_env_failure_rate=0.9", "eval_steps=0"
+        *TICKING,
+        *("weight_update=between_tokens", fails, "train_env_manager.max_env_failure_rate=0.9", "eval_steps=0"),
+        ticks=True,
     )
     within(fake, 1)
     sizes = Counter(line["rollout/episodes"] for line in fake.metrics() if "rollout/episodes" in line)
