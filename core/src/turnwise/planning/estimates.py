@@ -22,11 +22,10 @@ from turnwise.planning.assembly import (
     build,
     is_its_own_reference,
     needs_reference,
-    planned_episodes,
     role_of,
 )
 from turnwise.planning.facts import ModelFacts, find_config, read_facts
-from turnwise.planning.plan import Values, manager_capabilities, rows_per_step
+from turnwise.planning.plan import Values, rows_per_step, sampled_tokens
 from turnwise.plugins import registry
 
 DEVICE_GB = 40
@@ -84,16 +83,8 @@ def cpu_warnings(config: RunConfig, base: Path) -> list[str]:
 def tokens_per_step(config: RunConfig) -> dict[str, int]:
     """The most tokens of a step: `sampled`, and `trained` (prompts and observations included), by the limits of turns
     and lengths."""
-    manager = config.train_env_manager
-    longest = (manager.generating_args or config.actor_infer.generating_args).max_new_tokens
     # The most that the limits allow: how long episodes get is known only when they are played.
-    trained = rows_per_step(config)[1] * config.sequence_length
-    sampled = 0
-    for tag, played in planned_episodes(manager).items():
-        env = config.custom_envs[tag]
-        calls = env.max_steps * manager_capabilities(env).calls_per_step
-        sampled += played * calls * min(longest, env.max_tokens_per_step or longest)
-    return {"sampled": min(sampled, trained), "trained": trained}
+    return {"sampled": sampled_tokens(config), "trained": rows_per_step(config)[1] * config.sequence_length}
 
 
 def main_memory(config: RunConfig, facts: ModelFacts | None, tokens: int) -> dict[str, int]:
@@ -101,11 +92,14 @@ def main_memory(config: RunConfig, facts: ModelFacts | None, tokens: int) -> dic
     token were of one."""
     models = 1 + needs_reference(config) + (config.critic is not None)
     out = {name: width * tokens for name, width in CPU_BYTES_PER_TOKEN.items()}
-    out["rollout"] *= 1 + config.async_generation_ratio  # what is played ahead is kept, too
     # The actor's, the reference's and the critic's values: a column each.
     out["log_probs"] *= models
     if facts is not None and facts.image is not None:
         out["images"] = facts.image.pixel_bytes * tokens
+    # What is played ahead is kept until its step comes: log-probs and advantages are computed then.
+    for name in ("rollout", "images"):
+        if name in out:
+            out[name] *= 1 + config.async_generation_ratio
     return out
 
 

@@ -51,18 +51,26 @@ def staleness(config: RunConfig) -> Values | None:
     ratio = config.async_generation_ratio
     if not ratio:
         return None
-    args = config.train_env_manager.generating_args or config.actor_infer.generating_args
-    tokens = 0
-    for tag, played in assembly.planned_episodes(config.train_env_manager).items():
-        env = config.custom_envs[tag]
-        tokens += played * env.max_steps * min(args.max_new_tokens, env.max_tokens_per_step or args.max_new_tokens)
     return {
         "steps": ratio,
         "groups": ratio * config.train_env_manager.num_env_groups,
         "episodes": ratio * config.rollout_batch_size,
-        "tokens": ratio * tokens,
+        "tokens": ratio * sampled_tokens(config),
         "weight_update": config.weight_update,
     }
+
+
+def sampled_tokens(config: RunConfig) -> int:
+    """The most tokens that the episodes of a step may sample, by the limits of turns and lengths."""
+    longest = (config.train_env_manager.generating_args or config.actor_infer.generating_args).max_new_tokens
+    most = 0
+    for tag, played in assembly.planned_episodes(config.train_env_manager).items():
+        env = config.custom_envs[tag]
+        # A manager may ask the model more than once before it acts.
+        calls = env.max_steps * manager_capabilities(env).calls_per_step
+        most += played * calls * min(longest, env.max_tokens_per_step or longest)
+    # What is sampled stands in the rows, which are no longer than the limit.
+    return min(most, rows_per_step(config)[1] * config.sequence_length)
 
 
 def training(config: RunConfig, role: Role) -> Values:
