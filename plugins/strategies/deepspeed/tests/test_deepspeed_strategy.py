@@ -236,7 +236,7 @@ def test_a_role_that_was_away_goes_on_as_if_it_had_stayed(
 ) -> None:
     """The CPU stands for a device whose memory is given back. DeepSpeed's own method asserts its FusedAdam, or is not
     there."""
-    monkeypatch.setattr("turnwise_deepspeed.strategy.has_own_memory", lambda device: True)
+    monkeypatch.setattr("turnwise_torch.parked.has_own_memory", lambda device: True)
     strategy, stays = build(FORMS[form], dtype=dtype), build(FORMS[form], dtype=dtype)
     own_memory(strategy.model)
     for update in five_updates():
@@ -253,7 +253,7 @@ def test_a_role_that_was_away_goes_on_as_if_it_had_stayed(
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_reference_that_was_away_answers_as_before(build: Build, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
-    monkeypatch.setattr("turnwise_deepspeed.strategy.has_own_memory", lambda device: True)
+    monkeypatch.setattr("turnwise_torch.parked.has_own_memory", lambda device: True)
     reference = build(zero(stage), trainable=False, objective=None, role="reference")
     own_memory(reference.model)
     before = reference.logprobs(make_rows(0, 4))

@@ -15,6 +15,7 @@ from turnwise.errors import CheckpointError, ConfigError, TrainerError
 from turnwise.testing.compare import says
 from turnwise_megatron.config import MegatronConfig
 from turnwise_megatron.strategy import MegatronStrategy
+from turnwise_torch.testing import picture_rows
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -78,14 +79,8 @@ def test_another_architecture_is_refused_by_name_before_anything_loads(lab: Any,
 
 def test_images_and_foreign_ids_are_refused(build: Any) -> None:
     strategy = build(trainable=False, objective=None)
-    picture = Rows(
-        np.array([1, 2], np.int32),
-        np.array([0, 2]),
-        np.array([False, True]),
-        images=((np.zeros((1, 1, 3), np.uint8),),),
-    )
     with pytest.raises(TrainerError, match="received images"):
-        strategy.logprobs(picture)
+        strategy.logprobs(picture_rows())
     with pytest.raises(TrainerError, match="received the token id 51, its model has ids 0 to 50"):
         strategy.logprobs(Rows(np.array([1, 51], np.int32), np.array([0, 2]), np.array([False, True])))
     assert strategy.logprobs(Rows(np.zeros(0, np.int32), np.zeros(1, np.int64), np.zeros(0, bool))).shape == (0,)

@@ -286,7 +286,7 @@ def test_a_role_that_was_away_goes_on_as_if_it_had_stayed(
     lab: Any, build: Any, monkeypatch: pytest.MonkeyPatch, distributed: bool
 ) -> None:
     """The CPU stands for a device whose memory is given back."""
-    monkeypatch.setattr("turnwise_megatron.strategy.has_own_memory", lambda device: True)
+    monkeypatch.setattr("turnwise_torch.parked.has_own_memory", lambda device: True)
     strategy, stays = (build(MegatronConfig(use_distributed_optimizer=distributed), dtype="bf16") for _ in range(2))
     for update in lab.five_updates():
         strategy.offload()

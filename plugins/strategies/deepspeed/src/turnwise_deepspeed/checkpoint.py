@@ -4,7 +4,6 @@ to."""
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import nn
 
 from turnwise.contracts.train import TrainContext
 from turnwise.errors import CheckpointError
+from turnwise_deepspeed.variables import variable
 from turnwise_torch.guard import is_out_of_memory
 from turnwise_torch.models import first_line
 from turnwise_torch.state import read_state, write_state
@@ -100,17 +100,10 @@ def _tensors_and_numbers_alone() -> Iterator[None]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    before = os.environ.get(_FORCED)
-    os.environ[_FORCED] = "1"
-    try:
-        # What DeepSpeed's own checkpoints hold beside tensors and numbers.
-        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-            yield
-    finally:
-        if before is None:
-            del os.environ[_FORCED]
-        else:
-            os.environ[_FORCED] = before
+    # What DeepSpeed's own checkpoints hold beside tensors and numbers.
+    known = torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address])
+    with variable(_FORCED, "1"), known:
+        yield
 
 
 def _part(rank: int) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch.utils import cpp_extension
 
 from turnwise.errors import MachineError
+from turnwise_deepspeed.variables import variable
 from turnwise_torch.models import first_line
 
 _ROOT = "TORCH_EXTENSIONS_DIR"
@@ -46,8 +47,7 @@ def building_alone(name: str) -> Iterator[None]:
     outlived its build writes nothing. Machines that share the root have folders of their own, as not every file system
     locks between them.
     """
-    given = os.environ.get(_ROOT)
-    root = Path(given or cpp_extension.get_default_build_root())
+    root = Path(os.environ.get(_ROOT) or cpp_extension.get_default_build_root())
     own = root / f"turnwise_py{platform.python_version()}_{torch.__version__}_{platform.node()}"
     folder = own / name
     own.mkdir(parents=True, exist_ok=True)
@@ -56,11 +56,5 @@ def building_alone(name: str) -> Iterator[None]:
         if (folder / "lock").exists():
             shutil.rmtree(folder)
         # torch reads the place of its builds from the environment alone.
-        os.environ[_ROOT] = str(own)
-        try:
+        with variable(_ROOT, str(own)):
             yield
-        finally:
-            if given is None:
-                del os.environ[_ROOT]
-            else:
-                os.environ[_ROOT] = given

@@ -4,7 +4,7 @@ processes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,12 +18,11 @@ from turnwise_deepspeed import arguments, checkpoint, masters, memory
 from turnwise_deepspeed.config import DeepspeedConfig
 from turnwise_deepspeed.start import join
 from turnwise_torch import lora, models
-from turnwise_torch.base import ModelStrategy
 from turnwise_torch.checks import model_problems
-from turnwise_torch.device import device_of, has_own_memory, release
+from turnwise_torch.device import device_of
 from turnwise_torch.guard import Savings, names_out_of_memory, out_of_memory_named
 from turnwise_torch.microbatch import MicroBatch
-from turnwise_torch.parked import Parked
+from turnwise_torch.parked import ParkedStrategy
 from turnwise_torch.ranks import limit_waits
 from turnwise_torch.runner import OneByOne
 
@@ -45,12 +44,12 @@ class Caller(nn.Module):
         return compute()
 
 
-class DeepspeedStrategy(ModelStrategy):
+class DeepspeedStrategy(ParkedStrategy):
     """Actor, critic (`head: value`) or reference (`trainable: false`), one process of them (see
     turnwise.contracts.train)."""
 
     savings = Savings(
-        ModelStrategy.savings.recompute, "{role}.strategy_args.strategy_config: ${{deepspeed_zero3_cpuoffload}}"
+        ParkedStrategy.savings.recompute, "{role}.strategy_args.strategy_config: ${{deepspeed_zero3_cpuoffload}}"
     )
 
     def __init__(self, config: DeepspeedConfig | None, context: TrainContext) -> None:
@@ -63,7 +62,6 @@ class DeepspeedStrategy(ModelStrategy):
         self.logits_chunk = self.config.logits_chunk
         self.engine: Any = None
         self._norm = math.inf
-        self._parked: Parked | None = None
         self.runner = OneByOne(self.group, self._backward)
         self._deepspeed = join(context.ranks, self.device)
         with out_of_memory_named("loading the model", context.role, "hold", self.savings):
@@ -197,25 +195,13 @@ class DeepspeedStrategy(ModelStrategy):
         """Undo `save`, exactly. Raises CheckpointError: also for a state of another stage or number of processes."""
         checkpoint.load(Path(folder), self.engine, self.context, self._facts, self.device)
 
-    @names_out_of_memory("offloading", "move")
-    def offload(self) -> None:
-        """Move what is on the device to main memory, at any stage; gradients are dropped. Nothing on a CPU."""
-        if self._parked is not None or not has_own_memory(self.device):
-            return
+    def _movable(self) -> tuple[Iterable[Tensor], Iterable[Tensor]]:
         dropped = []
         if self.context.trainable:
             masters.drop_gradients(self.engine)
             dropped = memory.gradients(self.engine, self.device)
         # After the gradients are dropped: what they held needs no copy in main memory.
-        self._parked = Parked(memory.states(self.model, self.engine, self.device), dropped)
-        release(self.device)
-
-    @names_out_of_memory("onloading", "move")
-    def onload(self) -> None:
-        """Move it back."""
-        if self._parked is not None:
-            self._parked.back()
-            self._parked = None
+        return memory.states(self.model, self.engine, self.device), dropped
 
     def close(self) -> None:
         """Withdraw what is on offer, take DeepSpeed's hooks off, leave the process group; may be called twice."""

@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from attrs import frozen
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -21,15 +22,21 @@ def part(folder: Path, rank: int) -> Path:
     return Path(folder) / f"rank-{rank:05d}"
 
 
-def save(
-    folder: Path,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    parallel: Parallel,
-    distributed: bool,
-    facts: Mapping[str, str],
-) -> None:
+@frozen(eq=False)
+class Held:
+    """What a process keeps of a role. `distributed`: whether masters and moments are cut over the data parallel ranks;
+    `facts`: what a state belongs to."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    parallel: Parallel
+    distributed: bool
+    facts: Mapping[str, str]
+
+
+def save(folder: Path, held: Held) -> None:
     """Weights and optimizer state that no other process writes, and the random state. Raises CheckpointError."""
+    model, optimizer, parallel = held.model, held.optimizer, held.parallel
     tensors = {f"rng/{name}": state for name, state in _random_states(model).items()}
     first = {expert: parallel.holders(expert)[0] == 0 for expert in (False, True)}
     # Written once, by the first of those that hold the same: data and context parallel ranks share weights, expert
@@ -39,20 +46,14 @@ def save(
     }
     if optimizer is not None:
         # A distributed optimizer cuts masters and moments over the data parallel ranks: everyone has a part of its own.
-        written = {number for number, expert in enumerate(optimizer.expert) if distributed or first[expert]}
+        written = {number for number, expert in enumerate(optimizer.expert) if held.distributed or first[expert]}
         tensors |= _optimizer_state(model, optimizer, written)
-    write_state(part(folder, parallel.rank), tensors, facts)
+    write_state(part(folder, parallel.rank), tensors, held.facts)
 
 
-def load(
-    folder: Path,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    parallel: Parallel,
-    distributed: bool,
-    facts: Mapping[str, str],
-) -> None:
+def load(folder: Path, held: Held) -> None:
     """Undo `save`, in place. Raises CheckpointError: missing, damaged, of another layout or model."""
+    model, optimizer, parallel, facts = held.model, held.optimizer, held.parallel, held.facts
     # First, by rank 0's part alone: under another layout this rank's file may not exist, which would hide the reason.
     _check_layout(folder, facts)
     own, _ = read_state(part(folder, parallel.rank), facts)
@@ -71,7 +72,9 @@ def load(
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
         if optimizer is not None:
-            _restore_optimizer(optimizer, [own if distributed else read[owners[expert]] for expert in optimizer.expert])
+            _restore_optimizer(
+                optimizer, [own if held.distributed else read[owners[expert]] for expert in optimizer.expert]
+            )
     torch.set_rng_state(own["rng/cpu"])
     if "rng/cuda" in own and torch.cuda.is_available():
         torch.cuda.set_rng_state(own["rng/cuda"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,20 +18,20 @@ from turnwise_megatron.config import MegatronConfig
 from turnwise_megatron.export import write_model
 from turnwise_megatron.parallel import import_megatron, join
 from turnwise_megatron.shim import cuda_or_cpu
-from turnwise_torch.base import ModelStrategy
 from turnwise_torch.checks import role_problems
-from turnwise_torch.device import device_of, has_own_memory, release
+from turnwise_torch.device import device_of
 from turnwise_torch.guard import Savings, names_out_of_memory, out_of_memory_named
 from turnwise_torch.microbatch import MicroBatch
 from turnwise_torch.models import torch_dtype
-from turnwise_torch.parked import Parked
+from turnwise_torch.parked import ParkedStrategy
 
 if TYPE_CHECKING:
     from turnwise_megatron.optimizer import Optimizer
     from turnwise_megatron.schedule import Schedule
+    from turnwise_megatron.state import Held
 
 
-class MegatronStrategy(ModelStrategy):
+class MegatronStrategy(ParkedStrategy):
     """Actor, critic (`head: value`) or reference (`trainable: false`), the part of this process (see
     turnwise.contracts.train)."""
 
@@ -61,7 +61,6 @@ class MegatronStrategy(ModelStrategy):
                 self._build(folder)
             undo.pop_all()
         self.logits_chunk = self.config.logits_chunk
-        self._parked: Parked | None = None
         if context.trainable:
             self._clear()
 
@@ -191,28 +190,19 @@ class MegatronStrategy(ModelStrategy):
         CheckpointError."""
         from turnwise_megatron import state
 
-        state.save(
-            Path(folder),
-            self.model,
-            self.optimizer,
-            self.parallel,
-            self.config.use_distributed_optimizer,
-            self._facts(),
-        )
+        state.save(Path(folder), self._held())
 
     @names_out_of_memory("resuming", "hold")
     def load(self, folder: Path) -> None:
         """Undo `save`, in place and exactly, under the same parallel layout. Raises CheckpointError."""
         from turnwise_megatron import state
 
-        state.load(
-            Path(folder),
-            self.model,
-            self.optimizer,
-            self.parallel,
-            self.config.use_distributed_optimizer,
-            self._facts(),
-        )
+        state.load(Path(folder), self._held())
+
+    def _held(self) -> Held:
+        from turnwise_megatron.state import Held
+
+        return Held(self.model, self.optimizer, self.parallel, self.config.use_distributed_optimizer, self._facts())
 
     def _facts(self) -> dict[str, str]:
         # These sizes move no tensor of a dense model, so a state fits whatever they are.
@@ -231,11 +221,7 @@ class MegatronStrategy(ModelStrategy):
             "trainable": str(context.trainable),
         }
 
-    @names_out_of_memory("offloading", "move")
-    def offload(self) -> None:
-        """Move model and optimizer to the CPU's memory and drop the gradients; without a GPU they are there already."""
-        if not has_own_memory(self.device) or self._parked is not None:
-            return
+    def _movable(self) -> tuple[Iterable[Tensor], Iterable[Tensor]]:
         kept = [*self.model.parameters(), *self.model.buffers()]
         dropped: list[Tensor] = []
         if self.optimizer is not None:
@@ -244,15 +230,7 @@ class MegatronStrategy(ModelStrategy):
                 *(x for adam in self.optimizer.adams for held in adam.state.values() for x in held.values()),
             ]
             dropped = self.optimizer.gradients
-        self._parked = Parked([x for x in kept if isinstance(x, Tensor) and x.device.type == self.device.type], dropped)
-        release(self.device)
-
-    @names_out_of_memory("onloading", "move")
-    def onload(self) -> None:
-        """Move them back."""
-        if self._parked is not None:
-            self._parked.back()
-            self._parked = None
+        return [x for x in kept if isinstance(x, Tensor) and x.device.type == self.device.type], dropped
 
     def close(self) -> None:
         """Withdraw what is on offer and leave the process groups; may be called twice."""

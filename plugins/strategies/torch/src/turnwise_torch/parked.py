@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, UntypedStorage
+
+from turnwise_torch.base import ModelStrategy
+from turnwise_torch.device import has_own_memory, release
+from turnwise_torch.guard import names_out_of_memory
 
 
 class Parked:
@@ -35,6 +40,31 @@ class Parked:
                 # resize_ leaves the memory undefined.
                 torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
         self._held = []
+
+
+class ParkedStrategy(ModelStrategy):
+    """A strategy whose tensors on the device stay the same objects while it is elsewhere: an engine holds them, too."""
+
+    _parked: Parked | None = None
+
+    @abstractmethod
+    def _movable(self) -> tuple[Iterable[Tensor], Iterable[Tensor]]:
+        """What is moved, and the gradients, which are dropped; all on the device."""
+
+    @names_out_of_memory("offloading", "move")
+    def offload(self) -> None:
+        """Move what is on the device to main memory and drop the gradients. Nothing on a CPU, where all is already."""
+        if self._parked is not None or not has_own_memory(self.device):
+            return
+        self._parked = Parked(*self._movable())
+        release(self.device)
+
+    @names_out_of_memory("onloading", "move")
+    def onload(self) -> None:
+        """Move it back."""
+        if self._parked is not None:
+            self._parked.back()
+            self._parked = None
 
 
 def _in_main_memory(storage: UntypedStorage) -> UntypedStorage:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from turnwise.data.rows import Update
+from turnwise.data.rows import Rows, Update
 from turnwise_torch.strategy import TorchStrategy
 
 
@@ -37,6 +38,12 @@ def packed(budget: int) -> dict[str, Any]:
         "max_tokens_per_microbatch_in_train": budget,
         "max_tokens_per_microbatch_in_infer": budget,
     }
+
+
+def picture_rows() -> Rows:
+    """One sample with an image, for a model that reads text alone."""
+    mask, image = np.array([False, True]), np.zeros((1, 1, 3), np.uint8)
+    return Rows(np.array([1, 2], np.int32), np.array([0, 2]), mask, images=((image,),))
 
 
 class Planted:
