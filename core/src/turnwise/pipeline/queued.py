@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
 from turnwise.data.exact import decode, encode
-from turnwise.errors import CheckpointError
+from turnwise.errors import CheckpointError, one_line
 
 log = logging.getLogger("turnwise")
 
@@ -37,10 +36,19 @@ def write(folder: Path, state: dict[str, Any]) -> None:  # Any: as RolloutSource
 def read(folder: Path) -> dict[str, Any]:  # Any: as RolloutSource.state
     """What `write` wrote. Raises CheckpointError."""
     try:
+        # Opened here: numpy leaves the file of a broken archive open.
         with (folder / FILE).open("rb") as raw, np.load(raw) as file:
-            state: dict[str, Any] = decode(file["record"].tobytes(), file["buffer"].tobytes())
-            return state
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+            parts = [file[name] for name in ("record", "buffer")]
+        if not all(part.dtype == np.uint8 and part.ndim == 1 for part in parts):
+            raise ValueError("its arrays are not bytes")
+        state: dict[str, Any] = decode(*(part.tobytes() for part in parts))
+        if not isinstance(state, dict) or not isinstance(state.get("queue"), list):
+            raise ValueError("it holds no queue of groups")
+        if not all(isinstance(group, dict) for group in state["queue"]):
+            raise ValueError("its queue holds something else than groups")
+        return state
+    # Whatever it is: of a damaged file zipfile, zlib and numpy's reader of headers each raise errors of their own.
+    except Exception as error:
         raise CheckpointError(
-            f"{folder / FILE} cannot be read ({type(error).__name__}: {error}). Fix: resume from another checkpoint."
+            f"{folder / FILE} cannot be read ({one_line(error)}). Fix: resume from another checkpoint."
         ) from error

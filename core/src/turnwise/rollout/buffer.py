@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from attrs import asdict, define, field
+from attrs import define, field
 
 from turnwise.contracts.rollout import Played, Record, RolloutResult, RolloutSettings, TagPlan
-from turnwise.data.trajectory import Generation
 from turnwise.errors import CheckpointError
+from turnwise.rollout import kept
 from turnwise.rollout.seeds import REPLACEMENT, environment_seed, task_index
 
 COUNTS = (
@@ -281,7 +281,7 @@ class GroupBuffer:
                     f"the checkpoint's queue was filled with other groups a step than the {len(self._slots)} of this"
                     " run. Fix: the num_env_groups that it was saved with, or another checkpoint."
                 )
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             self.clear()
             if isinstance(error, CheckpointError):
                 raise
@@ -290,8 +290,10 @@ class GroupBuffer:
             ) from error
 
     def _read(self, record: dict[str, Any]) -> None:  # Any: as `snapshot`
-        number, slot = record["step"], record["slot"]
-        group = self._group(number, slot, record["round"], 0) if 0 <= slot < len(self._slots) else None
+        number, slot, round = record["step"], record["slot"], record["round"]
+        if not all(type(one) is int and 0 <= one < kept.LARGEST for one in (number, slot, round)):
+            raise ValueError(f"step {number!r:.20}, slot {slot!r:.20}, round {round!r:.20}")
+        group = self._group(number, slot, round, 0) if slot < len(self._slots) else None
         if group is None or _identity(group) != record["identity"]:
             raise CheckpointError(
                 f"the checkpoint's queue holds a group of tag {record['identity'][0]!r} in place {slot} of step"
@@ -299,24 +301,35 @@ class GroupBuffer:
                 " was saved with, or another checkpoint."
             )
         for member, trajectories, samples in record["members"]:
-            group.outcomes[member] = None if trajectories is None else Played(trajectories, samples, None)
-        group.attempts = dict(record["open"])
-        group.counts = Counter(record["counts"])
-        for member, generations, digests in record.get("records", ()):
-            kept = Record({turn: Generation(**one) for turn, one in generations}, digests)
-            if group.plan.replayable:
-                group.records[member] = kept
-                group.resumed.add(member)
-            else:
-                group.attempts[member] += 1
-                group.anew.add(member)
-                group.counts["discarded_tokens"] += kept.tokens
-                self.restarted += 1
-        group.failures = [((serial, member, attempt), line) for serial, member, attempt, line in record["failures"]]
+            of = (group.plan.tag, group.serial, member, group.seed)
+            group.outcomes[member] = None if trajectories is None else kept.played(trajectories, samples, of)
+        group.attempts = kept.numbers(record["open"])
+        members = {*group.outcomes, *group.attempts}
+        if sorted(members) != list(range(group.plan.group_size)) or len(members) < len(
+            record["members"] + record["open"]
+        ):
+            raise ValueError(f"members {members!r:.80}")
+        group.counts = Counter(kept.counts(record["counts"]))
+        for member, *written in record.get("records", ()):
+            self._take_up(group, member, kept.record(*written))
+        group.failures = [kept.failure(*one) for one in record["failures"]]
         if number not in self._steps:
             self._steps[number] = Step(number, 0, self._planned, unfinished=len(self._slots))
         self._steps[number].unfinished -= group.finished
         self._enter(group)
+
+    def _take_up(self, group: Group, member: int, record: Record) -> None:
+        """An open member begins with its record where its environment can do again what it did."""
+        if member not in group.attempts:
+            raise ValueError(f"a record of member {member!r:.20}, which is not open")
+        if group.plan.replayable:
+            group.records[member] = record
+            group.resumed.add(member)
+        else:
+            group.attempts[member] += 1
+            group.anew.add(member)
+            group.counts["discarded_tokens"] += record.tokens
+            self.restarted += 1
 
 
 def _identity(group: Group) -> list[str | int]:
@@ -327,11 +340,7 @@ def _written(group: Group) -> dict[str, Any]:  # Any: as `GroupBuffer.snapshot`
     # A copy: what is taken off here is taken off in the snapshot alone.
     counts = Counter(group.counts)
     _uncount(group, counts)
-    records = [
-        [m, [[turn, asdict(one, recurse=False)] for turn, one in record.generations.items()], list(record.digests)]
-        for m, record in sorted(group.records.items())
-        if record.digests
-    ]
+    records = [[m, *kept.written(record)] for m, record in sorted(group.records.items()) if record.digests]
     return {
         "step": group.step,
         "slot": group.slot,
