@@ -23,6 +23,13 @@ from turnwise.testing.fakes import (
     FakeStrategy,
 )
 
+CRITIC = [
+    "plugins=[turnwise.testing.plugin, turnwise-gae]",
+    "adv_estimator=gae",
+    "critic={training_args: {learning_rate: 0.01, per_device_train_batch_size: 4},"
+    " strategy_args: {strategy_name: fake_strategy}}",
+]
+
 
 def at_call(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, nth: int, error: BaseException) -> None:
     """`error` leaves the nth call of a method."""
@@ -151,25 +158,33 @@ def test_weights_in_the_middle_of_a_step_are_not_saved(fake: Any, monkeypatch: p
     assert got.stderr.splitlines()[-1] == "saved: nothing yet"
 
 
-@pytest.mark.parametrize("sound", [6, 7])  # of two updates a step: with the last of step 3, and in the middle of step 4
-def test_a_run_that_skipped_updates_end_saves_its_weights_for_they_changed_none(
-    fake: Any, monkeypatch: pytest.MonkeyPatch, sound: int
+@pytest.mark.parametrize(("sound", "critic"), [(6, False), (7, False), (6, True)])
+def test_a_run_that_skipped_updates_end_saves_its_weights_unless_the_step_has_changed_them(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, sound: int, critic: bool
 ) -> None:
+    """Of two updates a step: the last sound one ends the third step, or is the first of the fourth, or the critic makes
+    one more."""
     original, calls = FakeStrategy.update, 0
 
     def going_bad(self: Any, update: Any) -> Any:
         nonlocal calls
+        if self._context.head == "value":
+            return original(self, update)
         calls += 1
         return original(self, update) if calls <= sound else UpdateResult(math.nan, math.nan, skipped=True)
 
     with monkeypatch.context() as patch:
         patch.setattr(FakeStrategy, "update", going_bad)
-        got = fake.command("train", "run.yaml", "save_steps=0", "max_skipped_updates=0")
+        more = CRITIC if critic else []
+        got = fake.command("train", "run.yaml", "save_steps=0", "max_skipped_updates=0", *more)
     assert got.exit_code == 1
     assert "error: 1 update(s) of actor_train in a row made no step" in got.stderr
-    assert fake.checkpoints() == [3]
-    assert got.stderr.splitlines()[-2] == "saved: out/checkpoints/checkpoint-000003"
-    assert fake.command("train", "run.yaml", "resume_from_checkpoint=true").exit_code == 0
+    if sound == 7 or critic:
+        assert got.stderr.splitlines()[-1] == "saved: nothing yet"
+    else:
+        assert fake.checkpoints() == [3]
+        assert got.stderr.splitlines()[-2] == "saved: out/checkpoints/checkpoint-000003"
+        assert fake.command("train", "run.yaml", "resume_from_checkpoint=true").exit_code == 0
 
 
 def test_a_run_that_trained_nothing_saves_nothing(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
