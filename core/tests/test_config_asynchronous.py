@@ -20,18 +20,45 @@ AHEAD = "async_generation_ratio=1"
 OFF = TrainInferCorrection()
 
 
-@pytest.mark.parametrize(("written", "read"), [("0", 0), ("2", 2), ("0.0", 0), ("1.0", 1)])
-def test_a_whole_number_is_taken_also_as_a_float(run_yaml: Run, written: str, read: int) -> None:
-    loaded = run_yaml("", f"async_generation_ratio={written}")
+@pytest.mark.parametrize("place", ["file", "override"])
+@pytest.mark.parametrize(
+    ("written", "read", "float_"),
+    [("0", 0, ""), ("2", 2, ""), ("0.0", 0, "0.0"), ("1.0", 1, "1.0"), ("1e0", 1, "1.0"), ("-0.0", 0, "-0.0")],
+)
+def test_a_whole_number_is_taken_also_as_a_float_with_a_note(
+    run_yaml: Run, base_yaml: str, place: str, written: str, read: int, float_: str
+) -> None:
+    line = f"async_generation_ratio: {written}\n"
+    loaded = run_yaml(line) if place == "file" else run_yaml("", f"async_generation_ratio={written}")
     assert loaded.config.async_generation_ratio == read
     assert type(loaded.config.async_generation_ratio) is int
-    assert any(f"{written} is {read} here" in note for note in loaded.notes) == ("." in written)
+    notes = [note for note in loaded.notes if "$.async_generation_ratio: " in note and " is " in note]
+    lines = base_yaml.count("\n") + 1
+    where = f"run.yaml:{lines}" if place == "file" else f"override 'async_generation_ratio={written}'"
+    assert notes == (
+        [f"{where}: $.async_generation_ratio: {float_} is {read} here (a number of batches)"] if float_ else []
+    )
 
 
-@pytest.mark.parametrize("value", ["0.5", "-1", "-1.0", "'1'", "one", "true", "null", ".inf", ".nan", "[1]"])
-def test_what_is_no_number_of_batches_is_refused(run_yaml: Run, value: str) -> None:
-    with pytest.raises(ConfigError, match=r"\$\.async_generation_ratio: .*at least 0"):
-        run_yaml("", f"async_generation_ratio={value}")
+@pytest.mark.parametrize("place", ["file", "override"])
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        *(("0.5", "0.5"), ("1.5", "1.5"), ("-1", "-1"), ("-1.0", "-1"), ("-0.5", "-0.5"), ("1e-1", "0.1")),
+        *(("'1'", "'1'"), ("'1.0'", "'1.0'"), ("one", "'one'"), ("true", "True"), ("false", "False")),
+        *(("null", "None"), ("~", "None"), (".inf", "inf"), (".nan", "nan"), ("[1]", "[1]"), ("{a: 1}", "{'a': 1}")),
+    ],
+)
+def test_what_is_no_number_of_batches_is_refused_with_the_range(
+    run_yaml: Run, place: str, value: str, shown: str
+) -> None:
+    written = [f"async_generation_ratio: {value}\n"] if place == "file" else ["", f"async_generation_ratio={value}"]
+    with pytest.raises(ConfigError) as caught:
+        run_yaml(*written)
+    (line,) = caught.value.problems
+    assert f"$.async_generation_ratio: {shown}: async_generation_ratio must be" in line
+    assert "at least 0" in line
+    assert ". Fix: " in line
 
 
 def test_a_correction_by_weights_is_on_unless_the_file_decides(run_yaml: Run) -> None:
@@ -86,11 +113,16 @@ def test_a_loss_with_a_ratio_to_the_sampler_gets_no_weights(run_yaml: Run) -> No
     assert not [line for line in loaded.notes + loaded.warnings if "train_infer_correction" in line]
 
 
-def test_old_log_probs_of_the_sampler_are_refused(run_yaml: Run) -> None:
+@pytest.mark.parametrize(
+    "written", ["recompute_old_logprobs=false", "recompute_old_logprobs='false'", "enable_old_logprobs_recompute=false"]
+)
+@pytest.mark.parametrize("correction", ["{}", "null", "{is_weight: {enabled: true}}"])
+def test_old_log_probs_of_the_sampler_are_refused(run_yaml: Run, written: str, correction: str) -> None:
     with pytest.raises(ConfigError) as error:
-        run_yaml("", AHEAD, "recompute_old_logprobs=false")
-    (line,) = error.value.problems
-    assert "$.recompute_old_logprobs: false beside async_generation_ratio 1" in line
+        run_yaml("", AHEAD, written, f"train_infer_correction={correction}")
+    line = next(one for one in error.value.problems if "async_generation_ratio" in one)
+    # The key that was written is named, translated or not.
+    assert f"$.{written.partition('=')[0]}: false beside async_generation_ratio 1" in line
 
 
 def test_a_way_of_updating_has_no_effect_where_nothing_is_ahead(run_yaml: Run) -> None:

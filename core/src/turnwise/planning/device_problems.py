@@ -104,10 +104,15 @@ def at_the_same_time(config: RunConfig, role: str) -> list[str]:
     if not shared:
         return []
     number = ", ".join(map(str, shared))
-    implicit = " (the runtime's choice)" if not config.actor_infer.device_mapping else ""
+    # Both sides are named as keys, also where nobody wrote them: they are what can be written.
+    sampler, trainer = (
+        f"$.{name}.device_mapping"
+        + ("" if assembly.role_of(config, name).device_mapping else " (the runtime's choice)")
+        for name in ("actor_infer", role)
+    )
     return [
-        f"$.async_generation_ratio: {ratio} plays while the trainer trains, and $.actor_infer.device_mapping{implicit}"
-        f" shares device {number} with {role}. Fix: devices of its own for actor_infer, or async_generation_ratio: 0"
+        f"$.async_generation_ratio: {ratio} plays while the trainer trains, and {sampler} shares device {number} with"
+        f" {trainer}. Fix: devices of its own for actor_infer, or async_generation_ratio: 0"
     ]
 
 
