@@ -70,6 +70,8 @@ class Learner:
     ) -> None:
         self.kl_coef = kl_coef
         self.changing = False
+        """Whether the weights, or what else a checkpoint holds of the learner, are in the middle of a step."""
+        self._made = 0
         self._unweighted = False
         self._config, self._roles, self._estimator, self._clock, self._reporting = (
             config,
@@ -118,12 +120,13 @@ class Learner:
 
     async def learn(self, lesson: Lesson) -> Learnt:
         """All updates of the step, the critic's first. Every role comes on its devices when its turn is there."""
-        kl_coef = self.kl_coef
+        kl_coef, self._made = self.kl_coef, 0
         try:
             return await self._learn(lesson)
         except TooManySkipped:
-            # No weight is half changed: a checkpoint can hold them, and the step is played again from there.
-            self.kl_coef, self.changing = kl_coef, False
+            # Where the step has made no update, the weights are those before it, and can be saved as that. After one
+            # they are of no version: a resumed run would make it a second time.
+            self.kl_coef, self.changing = kl_coef, self._made > 0
             raise
 
     async def _learn(self, lesson: Lesson) -> Learnt:
@@ -143,7 +146,7 @@ class Learner:
         with self._clock.phase("actor_train"):
             work = updates(batch, planned, self._config, self._config.actor_train, step, self._config.kl_loss_coef)
             await self._roles.colocation.bring("actor_train")
-            results, rates = await _update(self._roles.actor, work, self._skipped["actor_train"])
+            results, rates = await self._update(self._roles.actor, work, self._skipped["actor_train"])
         self.changing = False
         out |= metrics.update_metrics(results)
         if rates:
@@ -211,19 +214,21 @@ class Learner:
         config = evolve(self._config, loss_agg_mode="token-mean")
         planned = await asyncio.to_thread(self._planned, batch, self._critic_adjust, step)
         work = updates(batch, planned, config, assembly.role_of(config, "critic"), step, 0.0)
-        results, rates = await _update(critic, work, self._skipped["critic"])
+        results, rates = await self._update(critic, work, self._skipped["critic"])
         return metrics.update_metrics(results, "critic") | ({"critic/learning_rate": rates[-1]} if rates else {})
 
-
-async def _update(role: TrainRole, work: Iterator[Update], skipped: Skipped) -> tuple[list[UpdateResult], list[float]]:
-    """One update after the other; what came of each, and its learning rate. Raises TooManySkipped: so many in a row
-    made no step."""
-    results, rates = [], []
-    async for update in _elsewhere(work):
-        results.append(await role.update(update))
-        skipped.count(update, results[-1])
-        rates.append(update.lr)
-    return results, rates
+    async def _update(
+        self, role: TrainRole, work: Iterator[Update], skipped: Skipped
+    ) -> tuple[list[UpdateResult], list[float]]:
+        """One update after the other; what came of each, and its learning rate. Raises TooManySkipped: so many in a row
+        made no step."""
+        results, rates = [], []
+        async for update in _elsewhere(work):
+            results.append(await role.update(update))
+            self._made += not results[-1].skipped
+            skipped.count(update, results[-1])
+            rates.append(update.lr)
+        return results, rates
 
 
 async def _elsewhere(work: Iterator[Update]) -> AsyncIterator[Update]:
