@@ -61,58 +61,17 @@ def read(name: str) -> float:
 def measure(case: Case) -> dict[str, float]:
     """Bytes: `foreseen`, and `peak` beyond what the imports take."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from turnwise.contracts.train import LossChoice, Objective, TrainContext
-    from turnwise.data.rows import Rows, Update
+    from turnwise.data.rows import Update
     from turnwise_torch.strategy import TorchStrategy
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        config = Qwen2Config(
-            vocab_size=case.vocabulary,
-            hidden_size=case.hidden,
-            intermediate_size=3 * case.hidden,
-            num_hidden_layers=case.layers,
-            num_attention_heads=8,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        )
-        Qwen2ForCausalLM(config).save_pretrained(folder)
+        context = save_model(case, Path(folder))
         before = read("VmRSS")
-        context = TrainContext(
-            model=Path(folder),
-            role="actor_train",
-            dtype=case.dtype,
-            trainable=case.trainable,
-            gradient_checkpointing=case.recomputed,
-            attn_implementation=case.attention,
-            objective=Objective(LossChoice("ppo")) if case.trainable else None,
-            per_device_train_batch_size=case.rows,
-            infer_batch_size=case.rows,
-            use_sequence_packing=case.packed,
-            max_tokens_per_microbatch_in_train=case.rows * case.length if case.packed else None,
-            max_tokens_per_microbatch_in_infer=case.rows * case.length if case.packed else None,
-        )
         strategy = TorchStrategy(None, context)
         foreseen = estimated(case, Path(folder) / "config.json")
-        count = case.rows * (case.length - 1)
-        rows = Rows(
-            input_ids=np.random.default_rng(0).integers(0, case.vocabulary, case.rows * case.length).astype(np.int32),
-            offsets=np.arange(case.rows + 1) * case.length,
-            response_mask=np.tile(np.arange(case.length) > 0, case.rows),
-            columns={
-                "coef": np.full(count, 1 / count),
-                "weight": np.ones(count),
-                "advantages": np.ones(count),
-                "old_log_probs": np.full(count, np.nan, np.float32),
-                "infer_log_probs": np.full(count, np.nan, np.float32),
-                "sample": np.repeat(np.arange(case.rows), case.length - 1),
-                "turn": np.zeros(count, np.int64),
-                "trajectory": np.zeros(count, np.int64),
-                "versions": np.zeros(count, np.int32),
-            },
-        )
+        rows = sampled(case)
         for _ in range(2):
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
             if case.trainable:
@@ -120,6 +79,61 @@ def measure(case: Case) -> dict[str, float]:
             else:
                 strategy.logprobs(rows)
         return {"foreseen": foreseen, "peak": read("VmHWM") - before}
+
+
+def save_model(case: Case, folder: Path) -> Any:
+    """Write a random model of the case; the context of the strategy that trains it."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from turnwise.contracts.train import LossChoice, Objective, TrainContext
+
+    config = Qwen2Config(
+        vocab_size=case.vocabulary,
+        hidden_size=case.hidden,
+        intermediate_size=3 * case.hidden,
+        num_hidden_layers=case.layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return TrainContext(
+        model=folder,
+        role="actor_train",
+        dtype=case.dtype,
+        trainable=case.trainable,
+        gradient_checkpointing=case.recomputed,
+        attn_implementation=case.attention,
+        objective=Objective(LossChoice("ppo")) if case.trainable else None,
+        per_device_train_batch_size=case.rows,
+        infer_batch_size=case.rows,
+        use_sequence_packing=case.packed,
+        max_tokens_per_microbatch_in_train=case.rows * case.length if case.packed else None,
+        max_tokens_per_microbatch_in_infer=case.rows * case.length if case.packed else None,
+    )
+
+
+def sampled(case: Case) -> Any:
+    """Rows of random tokens with an advantage of 1."""
+    from turnwise.data.rows import Rows
+
+    count = case.rows * (case.length - 1)
+    return Rows(
+        input_ids=np.random.default_rng(0).integers(0, case.vocabulary, case.rows * case.length).astype(np.int32),
+        offsets=np.arange(case.rows + 1) * case.length,
+        response_mask=np.tile(np.arange(case.length) > 0, case.rows),
+        columns={
+            "coef": np.full(count, 1 / count),
+            "weight": np.ones(count),
+            "advantages": np.ones(count),
+            "old_log_probs": np.full(count, np.nan, np.float32),
+            "infer_log_probs": np.full(count, np.nan, np.float32),
+            "sample": np.repeat(np.arange(case.rows), case.length - 1),
+            "turn": np.zeros(count, np.int64),
+            "trajectory": np.zeros(count, np.int64),
+            "versions": np.zeros(count, np.int32),
+        },
+    )
 
 
 def estimated(case: Case, path: Path) -> float:

@@ -64,9 +64,17 @@ def test_a_module_that_is_installed_and_named_is_there_once(install: Install) ->
         "turnwise-old; python_version<'3'",
     ],
 )
-def test_a_requirement_that_is_met_says_nothing(install: Install, wanted: str) -> None:
+def test_a_requirement_that_is_met_says_nothing(
+    install: Install, wanted: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    if "python_version" not in wanted:  # of another Python's, nothing is wanted
+        with pytest.raises(PluginError, match="is not installed"):
+            Registry.discover().declare([wanted])
     install("turnwise-guess")
-    Registry.discover().declare([wanted])
+    known = Registry.discover()
+    known.declare([wanted])
+    assert known.find("environment", "guess").distribution == "turnwise-guess"
+    assert (*capsys.readouterr(), caplog.records) == ("", "", [])
 
 
 def test_everything_that_is_missing_is_reported_at_once_with_one_pip_command(install: Install, tmp_path: Path) -> None:
