@@ -5,54 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
 
-from turnwise.contracts.logger import LoggerCapabilities
+from turnwise.contracts.tracker import TrackerConfig, keys_in_the_file
 from turnwise.errors import Problem
 
-NO_KEY = (
-    "a key stands in no file. Fix: remove it, and run `swanlab login` or set the environment variable SWANLAB_API_KEY"
-)
+LOGIN = ("swanlab login", "SWANLAB_API_KEY")
+"""Where a key belongs: the command, the variable."""
 SPELLINGS = {"name": "experiment_name", "description": "notes"}
 """Options that SwanLab itself takes by two names."""
 
 
 @frozen
-class SwanlabConfig:
-    """`project`, `workspace`, `name` (or `experiment_name`; none: `exp_name`), `description` (or `notes`), `tags`,
-    `group`, `job_type`: as `swanlab.init` has them. `mode` none: the service's own choice (SWANLAB_MODE), else online.
+class SwanlabConfig(TrackerConfig):
+    """Those of every tracker, and `workspace`, `description` (or `notes`), `experiment_name` (or `name`) as `swanlab.init`
+    has them. `mode` none: the service's own choice (SWANLAB_MODE), else online. `login_kwargs`: refused."""
 
-    `trajectories`: the first so many of a step (0: none). `every`: those of training steps 0, every, 2·every, …; those
-    of evaluations always. `system_metrics`: the hardware and its load. `init_timeout`, `finish_timeout`: seconds that
-    the service has to begin the run, and to take what is left at its end. `login_kwargs`, `api_key`: refused.
-    """
-
-    capabilities = LoggerCapabilities(only_adds=True)
-
-    project: str | None = None
     workspace: str | None = None
-    name: str | None = None
     experiment_name: str | None = None
     description: str | None = None
     notes: str | None = None
-    tags: tuple[str, ...] = ()
-    group: str | None = None
-    job_type: str | None = None
     mode: Literal["online", "cloud", "offline", "disabled"] | None = None
-    trajectories: int = field(default=8, validator=validators.ge(0))
-    every: int = field(default=10, validator=validators.ge(1))
-    system_metrics: bool = True
-    init_timeout: float = field(default=90.0, validator=validators.gt(0))
-    finish_timeout: float = field(default=600.0, validator=validators.gt(0))
     login_kwargs: Mapping[str, Any] = field(factory=dict, repr=False)
-    api_key: str | None = field(default=None, repr=False)
 
     def check(self, run: Any) -> Iterator[Problem]:
-        """A key in the file is refused: it would be copied with it. So are two values for one option."""
-        if self.api_key:
-            yield Problem("api_key", NO_KEY)
-        if self.login_kwargs.get("api_key"):
-            yield Problem("login_kwargs.api_key", NO_KEY)
+        """A key in the file is refused, and so are two values for one option."""
+        yield from keys_in_the_file(
+            {"api_key": self.api_key, "login_kwargs.api_key": self.login_kwargs.get("api_key")}, *LOGIN
+        )
         for key in self.login_kwargs:
             if key != "api_key":
                 fix = "Fix: remove it; `swanlab login --host`, or the environment variable SWANLAB_API_HOST, names a server"
