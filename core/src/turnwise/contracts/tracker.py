@@ -54,9 +54,10 @@ class Tracker(ABC):
     """
 
     service: ClassVar[str]
+    _config: TrackerConfig
 
     def __init__(self, config: TrackerConfig, context: LoggerContext) -> None:
-        self._options = config
+        self._config = config
         self._context = context
         self._folder = context.folder / self.service
         self._kept_id = self._folder / "turnwise_run_id"
@@ -105,8 +106,8 @@ class Tracker(ABC):
 
     def trajectories(self, step: int, split: str, trajectories: Sequence[Trajectory]) -> None:
         """The first of them, of the steps that the options say."""
-        first = trajectories[: self._options.trajectories]
-        if first and (split != "train" or step % self._options.every == 0):
+        first = trajectories[: self._config.trajectories]
+        if first and (split != "train" or step % self._config.every == 0):
             self.log(self._open(), step, {f"trajectories/{split}": self.shown(first)})
 
     def artifact(self, step: int, name: str, path: Path) -> None:

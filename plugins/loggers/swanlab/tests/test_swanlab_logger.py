@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import signal
-import struct
 import sys
 import threading
 import time
@@ -17,27 +16,22 @@ import numpy as np
 import pytest
 import yaml
 from attrs import evolve
-from click.testing import CliRunner, Result
 
 swanlab = pytest.importorskip("swanlab", reason="swanlab is not installed in this environment")
 
 from swanlab.proto.swanlab.record.v1.record_pb2 import Record  # noqa: E402
+from swanlab.proto.swanlab.run.v1.run_pb2 import RunState  # noqa: E402
 from swanlab.sdk.internal.core_python.store import DataStoreReader  # noqa: E402
 
-from turnwise.cli.main import main  # noqa: E402
-from turnwise.contracts.logger import LoggerContext  # noqa: E402
 from turnwise.plugins import reset_registry  # noqa: E402
-from turnwise.testing import fake_model  # noqa: E402
-from turnwise.testing.runs import FAKES, LAKE, written  # noqa: E402
+from turnwise.testing.runs import FAKES, written  # noqa: E402
 from turnwise.testing.synthetic import trajectories  # noqa: E402
+from turnwise.testing.tracker import GIF, PNG, TrackerTests, turnwise  # noqa: E402
 from turnwise_swanlab import logger as module  # noqa: E402
 from turnwise_swanlab.config import SwanlabConfig  # noqa: E402
 from turnwise_swanlab.logger import SwanlabLogger  # noqa: E402
 
 KEY = "0123456789abcdefghijk"
-PNG = bytes.fromhex(
-    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63606060000000040001f61738550000000049454e44ae426082"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +46,6 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     reset_registry()
     assert not swanlab.has_run(), "a test left a run open"
-
-
-def make(folder: Path, config: dict[str, Any] | None = None, **options: Any) -> SwanlabLogger:
-    chosen: dict[str, Any] = {"mode": "offline", "system_metrics": False, **options}
-    return SwanlabLogger(SwanlabConfig(**chosen), LoggerContext(folder, exp_name="trial", config=config or {}))
 
 
 def segments(folder: Path) -> list[list[Any]]:
@@ -78,6 +67,47 @@ def scalars(segment: list[Any]) -> list[tuple[int, str, float]]:
 def begun(segment: list[Any]) -> Any:
     """The record of the start."""
     return next(record.start for record in segment if record.HasField("start"))
+
+
+class TestSwanlab(TrackerTests):
+    kind, options = SwanlabLogger, SwanlabConfig
+    key, variable, login = KEY, "SWANLAB_API_KEY", "swanlab login"
+    lack = "SwanLab key for https://api.swanlab.cn on this machine"
+    keys = ({"api_key": KEY}, {"login_kwargs": {"api_key": KEY}})
+
+    def ids(self, folder: Path) -> list[str]:
+        return [begun(segment).id for segment in segments(folder)]
+
+    def logged(self, folder: Path) -> list[list[tuple[int, str, Any]]]:
+        shown = [[r.media for r in segment if r.HasField("media")] for segment in segments(folder)]
+        media = [[(one.step, one.key, None) for one in segment] for segment in shown]
+        return [scalars(segment) + more for segment, more in zip(segments(folder), media)]
+
+    def failed(self, folder: Path) -> bool:
+        (end,) = (record.finish for record in segments(folder)[0] if record.HasField("finish"))
+        crashed = end.state == RunState.RUN_STATE_CRASHED
+        assert crashed or end.state == RunState.RUN_STATE_FINISHED
+        assert end.error == ("ValueError" if crashed else "")
+        return crashed
+
+    def break_service(self, patch: pytest.MonkeyPatch) -> str:
+        def fail(**_: Any) -> None:
+            raise ConnectionError("the service is not there")
+
+        patch.setattr(swanlab, "init", fail)
+        return "ConnectionError: the service is not there"
+
+    def test_disabled_leaves_nothing(self, tmp_path: Path) -> None:
+        super().test_disabled_leaves_nothing(tmp_path)
+        assert not (tmp_path / "run").exists()
+
+
+SWANLAB = TestSwanlab()
+make, check = SWANLAB.make, SWANLAB.problems
+
+
+def test_every_name_of_online_needs_a_key() -> None:
+    assert len({*check(), *check(mode="online"), *check(mode="cloud")}) == len(check()) == 1
 
 
 def test_every_metric_stands_at_its_step_as_it_was(tmp_path: Path) -> None:
@@ -138,16 +168,9 @@ def test_the_first_trajectories_of_a_step_are_their_transcripts(tmp_path: Path) 
     assert (folder / media[2].value.items[0].filename).read_text().startswith("=== \\udc80")
 
 
-def test_no_trajectories_where_none_are_wanted(tmp_path: Path) -> None:
-    logger = make(tmp_path / "run", trajectories=0)
-    logger.trajectories(0, "train", trajectories(groups=1))
-    logger.close()
-    assert not (tmp_path / "run").exists()
-
-
 def test_pictures_are_at_their_step_and_other_files_beside_them(tmp_path: Path) -> None:
     (tmp_path / "frame.png").write_bytes(PNG)
-    (tmp_path / "play.gif").write_bytes(b"GIF89a" + struct.pack("<HH", 1, 1) + bytes(3) + b";")
+    (tmp_path / "play.gif").write_bytes(GIF)
     (tmp_path / "report [1].md").write_text("# it went well", encoding="utf-8")
     logger = make(tmp_path)
     logger.artifact(2, "val/frame", tmp_path / "frame.png")
@@ -160,42 +183,6 @@ def test_pictures_are_at_their_step_and_other_files_beside_them(tmp_path: Path) 
     assert {path.suffix for path in tmp_path.glob("swanlab/run-*/media/*/*")} == {".png", ".gif"}
     (report,) = tmp_path.glob("swanlab/run-*/files/report*.md")
     assert report.read_text(encoding="utf-8") == "# it went well"
-
-
-def test_a_resumed_run_goes_on_under_its_id_beside_what_it_had(tmp_path: Path) -> None:
-    first = make(tmp_path)
-    first.resume(0)
-    for step in range(4):
-        first.scalars(step, {"a": float(step)})
-    first.close()
-    second = make(tmp_path)
-    second.resume(2)
-    second.scalars(2, {"a": 20.0})
-    second.close()
-    before, after = segments(tmp_path)
-    assert begun(before).id == begun(after).id == (tmp_path / "swanlab/turnwise_run_id").read_text()
-    assert scalars(before) == [(step, "a", float(step)) for step in range(4)]
-    assert scalars(after) == [(2, "a", 20.0)]
-
-
-def test_what_starts_anew_in_the_same_folder_is_another_run(tmp_path: Path) -> None:
-    ids = set()
-    for _ in range(2):
-        logger = make(tmp_path)
-        logger.resume(0)
-        logger.close()
-        ids.add((tmp_path / "swanlab/turnwise_run_id").read_text())
-    assert {begun(segment).id for segment in segments(tmp_path)} == ids
-    assert len(ids) == 2
-
-
-def test_disabled_leaves_nothing(tmp_path: Path) -> None:
-    logger = make(tmp_path / "run", mode="disabled")
-    logger.resume(0)
-    logger.scalars(0, {"a": 1.0})
-    logger.trajectories(0, "train", trajectories(groups=1))
-    logger.close()
-    assert not (tmp_path / "run").exists()
 
 
 def test_ctrl_c_stays_the_training_runs_own(tmp_path: Path) -> None:
@@ -222,26 +209,6 @@ def test_a_service_that_does_not_answer_is_waited_for_no_longer_than_said(
     over.set()
 
 
-# ---------------------------------------------------------------- keys, and the whole run
-
-
-def check(**options: Any) -> list[str]:
-    return [f"{one.path}: {one.text}" for one in SwanlabLogger.check(SwanlabConfig(**options), LoggerContext(Path()))]
-
-
-def test_online_without_a_key_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = (
-        "mode: online, and there is no SwanLab key for https://api.swanlab.cn on this machine. Fix: swanlab login"
-    )
-    for mode in (None, "online", "cloud"):
-        (line,) = check(mode=mode)
-        assert line == f"{expected}, or the environment variable SWANLAB_API_KEY, or mode: offline"
-    assert SwanlabLogger.check(SwanlabConfig(), LoggerContext(Path()))[0].machine
-    assert check(mode="offline") == check(mode="disabled") == []
-    monkeypatch.setenv("SWANLAB_API_KEY", KEY)
-    assert check() == []
-
-
 def test_the_mode_of_the_environment_is_taken_where_the_file_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     assert check() == []
@@ -260,26 +227,6 @@ def test_options_that_swanlab_refuses_are_told() -> None:
     assert line.startswith(": SwanLab refuses them: project.name: ")
 
 
-def turnwise(*arguments: str) -> Result:
-    return CliRunner().invoke(main, list(arguments))
-
-
-def with_logger(base: Any, **options: Any) -> None:
-    logger = {"use": "swanlab", "mode": "offline", "system_metrics": False, "every": 1, **options}
-    plugins = [*base["plugins"], "turnwise-swanlab"]
-    Path("run.yaml").write_text(written(base, {"plugins": plugins, "track_with": [logger]}), encoding="utf-8")
-
-
-@pytest.mark.parametrize("options", [{"api_key": KEY}, {"login_kwargs": {"api_key": KEY}}])
-def test_a_key_in_the_file_is_refused_and_not_repeated(options: dict[str, Any]) -> None:
-    with_logger(FAKES, **options)
-    got = turnwise("train", "run.yaml")
-    assert got.exit_code == 2
-    assert "a key stands in no file. Fix: remove it, and run `swanlab login`" in got.output
-    assert KEY not in got.output
-    assert not Path("out").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -289,7 +236,7 @@ def test_a_key_in_the_file_is_refused_and_not_repeated(options: dict[str, Any]) 
     ],
 )
 def test_options_that_contradict_or_have_no_place_are_refused(options: dict[str, Any], expected: str) -> None:
-    with_logger(FAKES, **options)
+    SWANLAB.configured(FAKES, **options)
     got = turnwise("check", "run.yaml")
     assert got.exit_code == 2
     assert expected in got.output
@@ -304,51 +251,3 @@ def test_a_field_file_with_its_tracker_options_is_read() -> None:
     assert "machine: $.track_with[0].mode: online, and there is no SwanLab key" in got.output
     assert "tracker_kwargs.logdir: has no effect" in got.output
     assert turnwise("plan", "run.yaml").exit_code == 0
-
-
-def test_a_training_run_and_its_resumed_half_are_stored_without_any_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SWANLAB_API_KEY", KEY)
-    monkeypatch.setenv("MY_TOKEN", "of-the-environment")
-    with_logger(LAKE)
-    secret = "actor_infer.system_envs={HF_TOKEN: of-the-file, OTHER: '${oc.env:MY_TOKEN}'}"
-    for overrides in (["max_steps=2"], ["max_steps=2", "resume_from_checkpoint=out/checkpoints/checkpoint-000001"]):
-        got = turnwise("train", "run.yaml", secret, *overrides)
-        assert got.exit_code == 0, got.output + repr(got.exception)
-    before, after = segments(tmp_path / "out")
-    assert begun(before).id == begun(after).id
-    assert [step for step, name, _ in scalars(before) if name == "critic/score/mean"] == [0, 1]
-    assert [step for step, name, _ in scalars(after) if name == "critic/score/mean"] == [1]
-    assert [record.media.step for record in before if record.HasField("media")] == [0, 1]
-    assert list(tmp_path.glob("out/swanlab/run-*/files/report.md"))
-    for path in [p for p in tmp_path.rglob("*") if p.is_file()]:
-        assert KEY.encode() not in path.read_bytes(), path
-    for path in [p for p in (tmp_path / "out/swanlab").rglob("*") if p.is_file()]:
-        assert not any(text in path.read_bytes() for text in (b"of-the-environment", b"of-the-file")), path
-
-
-def test_a_run_that_an_error_ends_is_told_as_crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise ValueError("no update today")
-
-    with_logger(FAKES)
-    assert turnwise("train", "run.yaml", "output_dir=well").exit_code == 0
-    monkeypatch.setattr(fake_model.FakeStrategy, "update", fail)
-    assert turnwise("train", "run.yaml", "output_dir=ill").exit_code == 1
-    (well,), (ill,) = ([r.finish for r in segments(tmp_path / d)[0] if r.HasField("finish")] for d in ("well", "ill"))
-    assert well.state != ill.state
-    assert (well.error, ill.error) == ("", "ValueError")
-
-
-def test_a_service_that_fails_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**_: Any) -> None:
-        raise ConnectionError("the service is not there")
-
-    with_logger(FAKES)
-    monkeypatch.setattr(swanlab, "init", fail)
-    got = turnwise("train", "run.yaml")
-    assert got.exit_code == 0, got.output
-    log = Path("out/run.log").read_text(encoding="utf-8")
-    assert "logger swanlab failed in resume and is switched off: ConnectionError: the service is not there" in log
-    assert log.count("swanlab failed") == 1

@@ -13,26 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import evolve
-from click.testing import CliRunner, Result
 
 wandb = pytest.importorskip("wandb", reason="wandb is not installed in this environment")
 
 from wandb.proto.wandb_internal_pb2 import Record  # noqa: E402
 
-from turnwise.cli.main import main  # noqa: E402
-from turnwise.contracts.logger import LoggerContext  # noqa: E402
 from turnwise.data import Trajectory  # noqa: E402
 from turnwise.plugins import reset_registry  # noqa: E402
-from turnwise.testing import fake_model  # noqa: E402
-from turnwise.testing.runs import FAKES, LAKE, written  # noqa: E402
+from turnwise.testing.runs import FAKES, written  # noqa: E402
 from turnwise.testing.synthetic import trajectories  # noqa: E402
+from turnwise.testing.tracker import GIF, PNG, TrackerTests, turnwise  # noqa: E402
 from turnwise_wandb.config import WandbConfig  # noqa: E402
 from turnwise_wandb.logger import WandbLogger  # noqa: E402
 
 KEY = "0123456789abcdef" * 3
-PNG = bytes.fromhex(
-    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63606060000000040001f61738550000000049454e44ae426082"
-)
 HEADER, BLOCK = 7, 32768
 
 
@@ -58,11 +52,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     reset_registry()
     yield
     reset_registry()
-
-
-def make(folder: Path, config: dict[str, Any] | None = None, **options: Any) -> WandbLogger:
-    chosen: dict[str, Any] = {"mode": "offline", "system_metrics": False, **options}
-    return WandbLogger(WandbConfig(**chosen), LoggerContext(folder, exp_name="trial", config=config or {}))
 
 
 def records(path: Path) -> Iterator[Any]:
@@ -113,6 +102,43 @@ def rows(segment: list[Any]) -> list[dict[str, Any]]:
 def begun(segment: list[Any]) -> Any:
     """The record of the run."""
     return of(segment, "run")[0]
+
+
+class TestWandb(TrackerTests):
+    kind, options = WandbLogger, WandbConfig
+    key, variable, login, lack = KEY, "WANDB_API_KEY", "wandb login", "W&B key for https://"
+    keys = ({"api_key": KEY}, {"settings": {"api_key": KEY}})
+
+    def ids(self, folder: Path) -> list[str]:
+        first, *others = (begun(segment) for segment in segments(folder))
+        assert all(one.resume for one in others if one.run_id == first.run_id)
+        return [one.run_id for one in (first, *others)]
+
+    def logged(self, folder: Path) -> list[list[tuple[int, str, Any]]]:
+        return [[one for row in rows(segment) for one in self._of(row)] for segment in segments(folder)]
+
+    def _of(self, row: dict[str, Any]) -> Iterator[tuple[int, str, Any]]:
+        """A table is a row's name with several parts, one of them its type."""
+        tables = [name.removesuffix("/_type") for name in row if name.endswith("/_type")]
+        yield from ((row["step"], name, None) for name in tables)
+        parts = tuple(f"{name}/" for name in tables)
+        yield from ((row["step"], *pair) for pair in row.items() if pair[0] != "step" and not pair[0].startswith(parts))
+
+    def failed(self, folder: Path) -> bool:
+        (end,) = of(segments(folder)[0], "exit")
+        assert end.exit_code in (0, 1)
+        return bool(end.exit_code)
+
+    def break_service(self, patch: pytest.MonkeyPatch) -> str:
+        def fail(**_: Any) -> None:
+            raise wandb.errors.CommError("the service is not there")
+
+        patch.setattr(wandb, "init", fail)
+        return "CommError: the service is not there"
+
+
+WANDB = TestWandb()
+make, check = WANDB.make, WANDB.problems
 
 
 def test_a_step_is_a_row_with_every_number_as_it_was(tmp_path: Path) -> None:
@@ -171,16 +197,9 @@ def test_the_first_trajectories_of_a_step_are_a_table_with_their_transcripts(tmp
     assert "\\udc80" in next(table for table in tables if len(table["data"]) == 1)["data"][0][0]
 
 
-def test_no_trajectories_where_none_are_wanted(tmp_path: Path) -> None:
-    logger = make(tmp_path, trajectories=0)
-    logger.trajectories(0, "train", trajectories(groups=1))
-    logger.close()
-    assert not list(tmp_path.iterdir())
-
-
 def test_pictures_are_in_the_history_and_other_files_beside_it(tmp_path: Path) -> None:
     (tmp_path / "frame.png").write_bytes(PNG)
-    (tmp_path / "play.gif").write_bytes(b"GIF89a" + struct.pack("<HH", 1, 1) + bytes(3) + b";")
+    (tmp_path / "play.gif").write_bytes(GIF)
     (tmp_path / "report [1].md").write_text("# it went well", encoding="utf-8")
     logger = make(tmp_path)
     logger.artifact(2, "val/frame", tmp_path / "frame.png")
@@ -191,60 +210,6 @@ def test_pictures_are_in_the_history_and_other_files_beside_it(tmp_path: Path) -
     assert found == {".png", ".gif"}
     (report,) = tmp_path.glob("wandb/offline-run-*/files/report*.md")
     assert (report.is_symlink(), report.read_text(encoding="utf-8")) == (False, "# it went well")
-
-
-def test_a_resumed_run_goes_on_under_its_id_after_what_it_had(tmp_path: Path) -> None:
-    first = make(tmp_path)
-    first.resume(0)
-    for step in range(4):
-        first.scalars(step, {"a": float(step)})
-    first.close()
-    second = make(tmp_path)
-    second.resume(2)
-    second.scalars(2, {"a": 20.0})
-    second.close()
-    before, after = segments(tmp_path)
-    assert begun(before).run_id == begun(after).run_id == (tmp_path / "wandb/turnwise_run_id").read_text()
-    assert begun(after).resume
-    assert [row["step"] for row in rows(before)] == [0, 1, 2, 3]
-    assert rows(after) == [{"a": 20.0, "step": 2}]
-
-
-def test_what_starts_anew_in_the_same_folder_is_another_run(tmp_path: Path) -> None:
-    ids = set()
-    for _ in range(2):
-        logger = make(tmp_path)
-        logger.resume(0)
-        logger.close()
-        ids.add((tmp_path / "wandb/turnwise_run_id").read_text())
-    assert {begun(segment).run_id for segment in segments(tmp_path)} == ids
-    assert len(ids) == 2
-
-
-def test_disabled_leaves_nothing(tmp_path: Path) -> None:
-    logger = make(tmp_path / "run", mode="disabled")
-    logger.resume(0)
-    logger.scalars(0, {"a": 1.0})
-    logger.trajectories(0, "train", trajectories(groups=1))
-    logger.close()
-    assert not list((tmp_path / "run").rglob("*"))
-
-
-# ---------------------------------------------------------------- keys, and the whole run
-
-
-def check(**options: Any) -> list[str]:
-    return [f"{one.path}: {one.text}" for one in WandbLogger.check(WandbConfig(**options), LoggerContext(Path()))]
-
-
-def test_online_without_a_key_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    (line,) = check()
-    assert line.startswith("mode: online, and there is no W&B key for https://")
-    assert line.endswith("Fix: wandb login, or the environment variable WANDB_API_KEY, or mode: offline")
-    assert WandbLogger.check(WandbConfig(), LoggerContext(Path()))[0].machine
-    assert check(mode="offline") == check(mode="disabled") == []
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert check() == []
 
 
 def test_the_key_of_wandb_login_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,26 +225,6 @@ def test_settings_that_wandb_refuses_are_told_without_their_values() -> None:
     assert KEY not in line
 
 
-def turnwise(*arguments: str) -> Result:
-    return CliRunner().invoke(main, list(arguments))
-
-
-def with_logger(base: Any, **options: Any) -> None:
-    logger = {"use": "wandb", "mode": "offline", "system_metrics": False, "every": 1, **options}
-    plugins = [*base["plugins"], "turnwise-wandb"]
-    Path("run.yaml").write_text(written(base, {"plugins": plugins, "track_with": [logger]}), encoding="utf-8")
-
-
-@pytest.mark.parametrize("options", [{"api_key": KEY}, {"settings": {"api_key": KEY}}])
-def test_a_key_in_the_file_is_refused_and_not_repeated(options: dict[str, Any]) -> None:
-    with_logger(FAKES, **options)
-    got = turnwise("train", "run.yaml")
-    assert got.exit_code == 2
-    assert "a key stands in no file. Fix: remove it, and run `wandb login`" in got.output
-    assert KEY not in got.output
-    assert not Path("out").exists()
-
-
 def test_a_field_file_with_its_tracker_options_is_read(tmp_path: Path) -> None:
     tracker = {"api_key": None, "project": "p", "name": "${exp_name}_x", "notes": "n", "tags": ["a"], "log_dir": "x"}
     changes = {"track_with": "wandb", "tracker_kwargs": tracker, "plugins": [*FAKES["plugins"], "turnwise-wandb"]}
@@ -289,55 +234,6 @@ def test_a_field_file_with_its_tracker_options_is_read(tmp_path: Path) -> None:
     assert "machine: $.track_with[0].mode: online, and there is no W&B key" in got.output
     assert "tracker_kwargs.log_dir: has no effect" in got.output
     assert turnwise("plan", "run.yaml").exit_code == 0
-
-
-def test_a_training_run_and_its_resumed_half_are_stored_without_any_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setenv("MY_TOKEN", "of-the-environment")
-    with_logger(LAKE)
-    secret = "actor_infer.system_envs={HF_TOKEN: of-the-file, OTHER: '${oc.env:MY_TOKEN}'}"
-    for overrides in (["max_steps=2"], ["max_steps=2", "resume_from_checkpoint=out/checkpoints/checkpoint-000001"]):
-        got = turnwise("train", "run.yaml", secret, *overrides)
-        assert got.exit_code == 0, got.output + repr(got.exception)
-    before, after = segments(tmp_path / "out")
-    assert begun(before).run_id == begun(after).run_id
-    # The scalars, the table and, at the end, the files of every step.
-    assert [row["step"] for row in rows(before) if "critic/score/mean" in row] == [0, 1]
-    assert [row["step"] for row in rows(after) if "critic/score/mean" in row] == [1]
-    assert [row["step"] for row in rows(before) if "critic/score/mean" not in row] == [0, 1]
-    assert list(tmp_path.glob("out/wandb/offline-run-*/files/report.md"))
-    for path in [p for p in tmp_path.rglob("*") if p.is_file()]:
-        assert KEY.encode() not in path.read_bytes(), path
-    for path in [p for p in (tmp_path / "out/wandb").rglob("*") if p.is_file()]:
-        assert not any(text in path.read_bytes() for text in (b"of-the-environment", b"of-the-file")), path
-
-
-def test_a_run_that_an_error_ends_is_told_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise ValueError("no update today")
-
-    with_logger(FAKES)
-    assert turnwise("train", "run.yaml", "output_dir=well").exit_code == 0
-    monkeypatch.setattr(fake_model.FakeStrategy, "update", fail)
-    assert turnwise("train", "run.yaml", "output_dir=ill").exit_code == 1
-    for folder, code in (("well", 0), ("ill", 1)):
-        (end,) = of(segments(tmp_path / folder)[0], "exit")
-        assert end.exit_code == code
-
-
-def test_a_service_that_fails_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**_: Any) -> None:
-        raise wandb.errors.CommError("the service is not there")
-
-    with_logger(FAKES)
-    monkeypatch.setattr(wandb, "init", fail)
-    got = turnwise("train", "run.yaml")
-    assert got.exit_code == 0, got.output
-    log = Path("out/run.log").read_text(encoding="utf-8")
-    assert "logger wandb failed in resume and is switched off: CommError: the service is not there" in log
-    assert log.count("wandb failed") == 1
 
 
 def test_an_empty_trajectory_is_a_row_too(tmp_path: Path) -> None:

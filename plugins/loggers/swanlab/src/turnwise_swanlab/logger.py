@@ -24,10 +24,7 @@ class SwanlabLogger(Tracker):
     is dropped there."""
 
     service = "swanlab"
-
-    def __init__(self, config: SwanlabConfig, context: LoggerContext) -> None:
-        super().__init__(config, context)
-        self._config = config
+    _config: SwanlabConfig
 
     @staticmethod
     def check(config: SwanlabConfig, context: LoggerContext) -> list[Problem]:

@@ -26,10 +26,7 @@ class WandbLogger(Tracker):
     what it had."""
 
     service = "wandb"
-
-    def __init__(self, config: WandbConfig, context: LoggerContext) -> None:
-        super().__init__(config, context)
-        self._config = config
+    _config: WandbConfig
 
     @staticmethod
     def check(config: WandbConfig, context: LoggerContext) -> list[Problem]:
