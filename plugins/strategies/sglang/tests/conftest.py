@@ -14,7 +14,6 @@ import psutil
 import pytest
 from attrs import frozen
 
-from turnwise.contracts.train import Offer
 from turnwise_sglang import fixtures
 from turnwise_sglang.backend import SglangBackend
 from turnwise_sglang.config import SglangConfig
@@ -47,12 +46,6 @@ def life() -> Iterator[Life]:
         backend = run(build())
         yield Life(backend, run)
         run(backend.close())
-
-
-@pytest.fixture
-def folder_offer() -> Callable[[int, int], Offer]:
-    """`folder_offer(version, seed)`: the weights of the model of `seed`, as files."""
-    return lambda version, seed: Offer("safetensors", version, {"folder": str(fixtures.model(seed))})
 
 
 @pytest.fixture

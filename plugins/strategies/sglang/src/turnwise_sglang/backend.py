@@ -76,8 +76,11 @@ class SglangBackend:
         self._ours = not config.engine_args.get("speculative_algorithm")
         self.links, self._homes = Links(config, context), Affinity()
         self._member = Member(torch.device("cpu"))
-        # A response in progress names its adapter, so at an update it is broken off, and goes on by naming the new one.
-        self._cut = config.pause_mode == "abort" or context.lora is not None
+        # A response in progress names its adapter, and stages that share the layers sample on through a pause: it is
+        # broken off, and goes on from its tokens as a new request.
+        cut = config.pause_mode == "abort" or context.lora is not None or config.pp_size > 1
+        self._mode = "abort" if cut else "retract"
+        self._pauses = 0
         self._running = Running()
         self._aborts: set[asyncio.Task[None]] = set()
         # Set while requests may be sent; cleared by a pause, and by an update.
@@ -142,9 +145,8 @@ class SglangBackend:
         """Serve the offered weights: `shared_memory` (turnwise_torch.stream), `process_group`
         (turnwise_torch.broadcast) or `safetensors` (payload `folder`). Raises EngineError.
 
-        Between two tokens: responses in progress are computed again from their ids with the new weights (`retract`) or
-        sampled anew (`abort`). With `context.lora` an offer brings adapters alone. Returns the version that the server
-        reports.
+        Between two tokens: responses in progress go on, their ids computed again with the new weights. With
+        `context.lora` an offer brings adapters alone. Returns the version that the server reports.
         """
         check_offer(offer, "SGLang", self.transports(self._config, self._context), self._context.lora)
         paused = not self._awake.is_set()
@@ -167,8 +169,8 @@ class SglangBackend:
 
     async def pause(self) -> None:
         """Stop sampling; requests are kept, by the server (`retract`) or here (`abort`, and those that come meanwhile).
-        A server that is not
-        up, or that died since, is started: it takes longer than an offer of weights may wait. Raises EngineError."""
+        A server that is not up, or that died since, is started: it takes longer than an offer of weights may wait.
+        Raises EngineError."""
         self._awake.clear()
         await self._paused()
 
@@ -177,6 +179,9 @@ class SglangBackend:
         if (link := self.links.current) is not None and not link.lost:
             # Its requests will find out, and replace it.
             with contextlib.suppress(Gone):
+                if self._broken:
+                    # What the server kept would go on with a mixture of weights.
+                    await link.api.call("/abort_request", {"abort_all": True})
                 await link.api.post("/continue_generation", {"torch_empty_cache": False})
         self._awake.set()
 
@@ -224,7 +229,7 @@ class SglangBackend:
             if not self._awake.is_set():
                 continue
             # A new one each time: the server may remember the old one.
-            rid = uuid.uuid4().hex
+            rid, pauses = uuid.uuid4().hex, self._pauses
             name = {"lora_path": link.adapter} if link.adapter else {}
             try:
                 answer, length = await self._sampled(
@@ -244,9 +249,9 @@ class SglangBackend:
                 continue
             whole = joined(before, answer)
             if answer["meta_info"]["finish_reason"]["type"] == "abort" and length is None:
-                self._broken_off(answer)
-                before = whole if self._config.pause_mode == "retract" else None
-                if before is None or not (finish := ended(before, payload)):
+                self._broken_off(answer, pauses)
+                before = whole
+                if not (finish := ended(whole, payload)):
                     continue
                 whole["meta_info"]["finish_reason"] = {"type": finish}
             return generation(whole, request, self._chat, self._ours, length)
@@ -289,13 +294,13 @@ class SglangBackend:
             raise Gone("the stream ended early")
         return answer, length
 
-    def _broken_off(self, answer: dict[str, Any]) -> None:
-        """An answer that the server gave up: by our pause it is asked for again; for any other reason it is an
-        error."""
+    def _broken_off(self, answer: dict[str, Any], pauses: int) -> None:
+        """An answer that the server gave up: by a pause of ours since there were `pauses` it is asked for again; for
+        any other reason it is an error."""
         reason = answer["meta_info"]["finish_reason"]
         if self._closed:
             raise EngineError(CLOSED)
-        if not self._cut or reason.get("status_code"):
+        if self._pauses == pauses or reason.get("status_code"):
             raise EngineError(f"SGLang aborted a request: {reason.get('message') or 'no reason given'}")
 
     def _abort_later(self, link: Link, rid: str) -> None:
@@ -313,10 +318,11 @@ class SglangBackend:
     async def _paused(self) -> Link:
         """The server, in which nothing is sampled now; one that turns out to be dead is replaced first. Raises
         EngineError."""
+        self._pauses += 1
         for _ in range(TRIES + self._config.restarts):
             link = await self.links.get()
             try:
-                await link.api.post("/pause_generation", {"mode": "abort" if self._cut else self._config.pause_mode})
+                await link.api.post("/pause_generation", {"mode": self._mode})
             except Gone as error:
                 await self.links.lost(link, error)
             else:
@@ -349,14 +355,7 @@ class SglangBackend:
             kept.begin()
         if offer.transport == "safetensors":
             folder = Path(offer.payload["folder"])
-            names = weights.Names(weights.shapes(self._model))
-            for name, shape in weights.shapes(folder).items():
-                if names.check(name, shape) != name:
-                    raise EngineError(
-                        f"weight update: SGLang would ignore {name!r} in a file. Fix: shared_memory or process_group,"
-                        " which rename it"
-                    )
-            names.complete()
+            weights.check_folder(self._model, folder)
             if kept is not None:
                 # Kept before they are loaded: where loading them kills the server, the next one starts from this copy.
                 kept.add_folder(folder)

@@ -40,8 +40,8 @@ class SglangConfig:
     Ours: `python` (the interpreter that has SGLang; None: this one), `base_url` (a server to attach to instead of
     starting one) with `api_key_env` (the environment variable that holds its key), `start_timeout`, `stop_timeout`,
     `request_timeout` (one response) and `control_timeout` (any other call) in seconds, `restarts` (how often a dead
-    server is started again with the weights it had; 0: never, and no copy of the weights is kept), `pause_mode` (what
-    happens to responses in progress at a weight update). `enable_memory_saver` None: where a training role uses the same
+    server is started again with the weights it had; 0: never, and no copy of the weights is kept), `pause_mode` (how
+    responses in progress are stopped for a weight update: they go on in either case). `enable_memory_saver` None: where a training role uses the same
     GPUs.
     """
 
@@ -73,11 +73,12 @@ class SglangConfig:
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """Adapters may come alone; the server sleeps unless that was switched off; the arithmetic below."""
+        """Adapters may come alone, and weights between two tokens; the server sleeps unless that was switched off; the arithmetic below."""
         # An attached server is somebody else's: its options are not ours to set.
         on_demand = self.enable_memory_saver is None and self.base_url is None
         return BackendCapabilities(
             adapters=True,
+            updates_between_tokens=True,
             cannot_sleep="" if on_demand or self.enable_memory_saver else AWAKE,
             sleeps_on_demand=on_demand,
             attached=self.base_url is not None,

@@ -108,6 +108,18 @@ class Names:
             )
 
 
+def check_folder(model: Path, folder: Path) -> None:
+    """Raises EngineError unless the files in `folder` hold what those in `model` do, by the names that SGLang knows."""
+    names = Names(shapes(model))
+    for name, shape in shapes(folder).items():
+        if names.check(name, shape) != name:
+            raise EngineError(
+                f"weight update: SGLang would ignore {name!r} in a file. Fix: shared_memory or process_group, which"
+                " rename it"
+            )
+    names.complete()
+
+
 class Kept:
     """The weights that a server was given last, in a folder of safetensors files, for the server that takes its
     place."""
