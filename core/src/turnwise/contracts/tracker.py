@@ -9,7 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from attrs import field, frozen, validators
 
@@ -18,6 +18,10 @@ from turnwise.data.trajectory import Trajectory
 from turnwise.data.transcript import readable
 from turnwise.errors import Problem
 
+ServiceRun = Any
+"""A run as the service's own package has it."""
+Shown = Any
+"""What that package logs: a number, a table, a picture."""
 PICTURES, FILM = (".png", ".jpg", ".jpeg"), ".gif"
 
 
@@ -45,7 +49,6 @@ class TrackerConfig:
     api_key: str | None = field(default=None, repr=False)
 
 
-# Any: the run is an object of the service's own package, and so is what it shows.
 class Tracker(ABC):
     """A base class for loggers of a service: what the service itself does is left to write.
 
@@ -62,40 +65,40 @@ class Tracker(ABC):
         self._folder = context.folder / self.service
         self._kept_id = self._folder / "turnwise_run_id"
         self._id: str | None = None
-        self._run: Any = None
+        self._run: ServiceRun = None
 
     @abstractmethod
-    def begin(self, run_id: str) -> Any:
+    def begin(self, run_id: str) -> ServiceRun:
         """The service's run of this id, begun, or continued where the service has it."""
         ...
 
     @abstractmethod
-    def leaves_files(self, run: Any) -> bool:
+    def leaves_files(self, run: ServiceRun) -> bool:
         """Whether the run is kept anywhere: not where the service is switched off."""
         ...
 
     @abstractmethod
-    def end(self, run: Any, error: type[BaseException] | None) -> None:
+    def end(self, run: ServiceRun, error: type[BaseException] | None) -> None:
         """End the run, as a failed one where an `error` ends it."""
         ...
 
     @abstractmethod
-    def log(self, run: Any, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, run: ServiceRun, step: int, values: Mapping[str, Shown]) -> None:
         """Numbers (NaN and infinities too), and what `shown`, `picture` and `film` made, at a step."""
         ...
 
     @abstractmethod
-    def shown(self, trajectories: Sequence[Trajectory]) -> Any:
+    def shown(self, trajectories: Sequence[Trajectory]) -> Shown:
         """The transcripts as the service shows texts."""
         ...
 
     @abstractmethod
-    def picture(self, path: Path) -> Any:
+    def picture(self, path: Path) -> Shown:
         """A PNG or JPEG file."""
         ...
 
     @abstractmethod
-    def film(self, path: Path) -> Any:
+    def film(self, path: Path) -> Shown:
         """A GIF file."""
         ...
 
@@ -132,7 +135,7 @@ class Tracker(ABC):
             run, self._run = self._run, None
             self.end(run, sys.exc_info()[0])
 
-    def _open(self) -> Any:
+    def _open(self) -> ServiceRun:
         """The run; begun now if it is not, and continued if it was closed."""
         if self._run is None:
             self._id = self._id or secrets.token_hex(8)
@@ -153,9 +156,16 @@ def plain(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+@runtime_checkable
+class _Listed(Protocol):
+    """Pydantic's error, which this core does not know."""
+
+    def errors(self) -> Sequence[Mapping[str, Any]]: ...
+
+
 def reasons(error: ValueError) -> list[str]:
     """Which settings a service's package refuses (by pydantic, or in its own words), without their values."""
-    if not hasattr(error, "errors"):
+    if not isinstance(error, _Listed):
         return [str(error)]
     return [": ".join(filter(None, [".".join(map(str, one["loc"])), str(one["msg"])])) for one in error.errors()]
 
