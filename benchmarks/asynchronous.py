@@ -1,13 +1,14 @@
 """What asynchronous training saves where environments wait, and what it learns at equal trajectories.
 
     python benchmarks/asynchronous.py [--steps 8] [--repeats 2] [--ray]
-    python benchmarks/asynchronous.py --learning 0 1 2 [--seeds 0 1 2]
+    python benchmarks/asynchronous.py --learning 0 1 2 4 [--seeds 0 1 2] [--uncorrected]
 
 The first times a step with r = 0 and r = 1, side by side: the main job's tasks and a larger model, and every
 environment step waits 20 ms to 2 s (waiting_lake.py). What the synchronous run spends on rollout and on training stands
 beside it: a step takes at least the longer of the two. The first steps, which start everything, are left out.
 
-The second runs the main job as it is with every r and seed named.
+The second runs the main job as it is with every r and seed named; `--uncorrected`: without the importance weights that
+correct for the age of the tokens.
 """
 
 from __future__ import annotations
@@ -109,19 +110,22 @@ def table(found: dict[str, float], options: argparse.Namespace) -> str:
     )
 
 
-def learning(ratios: list[int], seeds: list[int]) -> str:
+def learning(options: argparse.Namespace) -> str:
     """The main job's table: greedy success on held-out levels after the same number of trajectories."""
+    correction = ["train_infer_correction=null"] if options.uncorrected else []
     lines = [
         f"Machine: {os.cpu_count()} cores of {platform.machine()}, no GPU, OMP_NUM_THREADS=1; "
-        "examples/frozen_lake.yaml with async_generation_ratio=r, weight_update: between_batches.",
+        "examples/frozen_lake.yaml with async_generation_ratio=r, weight_update: between_batches; importance weights"
+        f" {'off' if correction else 'of at most 2 where r > 0'}.",
         "",
         "| r | seed | success before | success after | staleness, mean | effective sample size, mean |",
         "|---:|---:|---:|---:|---:|---:|",
     ]
-    for ratio in ratios:
-        for seed in seeds:
+    for ratio in options.learning:
+        for seed in options.seeds:
             with tempfile.TemporaryDirectory() as place:
-                steps = trained(Path(place) / "out", f"async_generation_ratio={ratio}", f"seed={seed}")
+                overrides = (f"async_generation_ratio={ratio}", f"seed={seed}", *correction)
+                steps = trained(Path(place) / "out", *overrides)
             stale, ess = (
                 [step[name] for step in steps if name in step] for name in ("async/staleness/mean", "async/ess")
             )
@@ -144,8 +148,9 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true", help="training and sampling in processes of their own")
     parser.add_argument("--learning", type=int, nargs="+", help="values of r to run the main job with")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--uncorrected", action="store_true", help="--learning without importance weights")
     options = parser.parse_args()
-    print(learning(options.learning, options.seeds) if options.learning else table(measure(options), options))
+    print(learning(options) if options.learning else table(measure(options), options))
 
 
 if __name__ == "__main__":
