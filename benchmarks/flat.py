@@ -66,7 +66,7 @@ def configuration(steps: int, way: str) -> str:
     )
 
 
-def _read(pid: int) -> tuple[float, float, float]:
+def read(pid: int) -> tuple[float, float, float]:
     """Memory in MiB, open files and threads of a process. Raises OSError where it has ended."""
     lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     values = {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in lines) if rest.strip()}
@@ -95,7 +95,7 @@ def watch(folder: Path, steps: int, way: str) -> Iterator[Held]:
             time.sleep(0.05)
             now = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
             try:
-                read.append(_read(running.pid))
+                read.append(read(running.pid))
             except (OSError, KeyError):  # it is ending
                 running.wait(SECONDS)
                 break

@@ -96,6 +96,8 @@ class Loop:
     async def _next_batch(self, step: int) -> RolloutResult:
         """The episodes of the step, as they were played."""
         with self.clock.phase("rollout"):
+            # A stop does not wait for the batch, which may take hours: no weight is changing, and whatever is given up
+            # is played again by the resumed run with these very weights.
             played = await self.guard.unless_stopped(self.rollouts.next(step, version=step))
         self.tracking.failures(f"step {step}", played.failures)
         self.tracking.trajectories(step, "train", played.trajectories)
@@ -114,6 +116,7 @@ class Loop:
         values |= lesson.metrics | learnt.metrics
         self.progress.history.trained(step, learnt.rates)
         with self.clock.phase("rollout"):  # the trainer waits for the sampler, as in `next`
+            # A stop waits here: the weights have moved on, and what is open could not be played with its own again.
             await self.guard.unless_gone(self.rollouts.settled(step + 1))
         with self.clock.phase("sync"):
             await self.weights.publish(step + 1)
