@@ -95,7 +95,28 @@ def test_a_logger_that_fails_to_close_does_not_keep_the_others_open(caplog: pyte
     assert len(caplog.records) == 1
 
 
-def test_without_loggers_nothing_happens() -> None:
-    tracking = Tracking([])
+def test_failed_episodes_are_all_logged_and_the_first_of_the_run_is_told_with_their_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tracking = Tracking([])  # they are no logger's affair
+    with caplog.at_level(logging.INFO, "turnwise"):
+        tracking.failures("step 0", [])
+        tracking.failures("step 1", ["Lake, group 2: it broke.", "Lake, group 3: it hung."])
+        tracking.failures("step 2", ["Lake, group 4: it broke."])
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [text for level, text in lines if level == "INFO"] == [
+        "step 1: Lake, group 2: it broke.",
+        "step 1: Lake, group 3: it hung.",
+        "step 2: Lake, group 4: it broke.",
+    ]
+    (told,) = (text for level, text in lines if level == "WARNING")
+    says(told, "step 1: 2 attempts failed", "the first: Lake, group 2: it broke. Later ones", "run.log")
+
+
+def test_a_closed_tracking_asks_no_logger_any_more() -> None:
+    one = Raises()
+    tracking = Tracking([("one", one)])
+    tracking.close()
     tracking.scalars(0, {"a": 1.0})
     tracking.close()
+    assert one.calls == ["close"]
