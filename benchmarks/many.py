@@ -2,12 +2,13 @@
 number (500, 1000, 2000) in each `weight_update`.
 
 Every response takes 50 ms of no processor, so that all episodes that are admitted, those of two steps, are open at
-once; environments step in threads of their own. What must not grow with the number of episodes is the time of one
-turn."""
+once; environments step in threads of their own. What must not grow with the number of episodes is the processor's time
+for one turn."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,7 @@ def row(folder: Path, episodes: int, way: str) -> str:
         command = [sys.executable, "-m", "turnwise.cli.main", "train", "run.yaml"]
         running = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
     held, deadline = (0.0, 0.0, 0.0), time.monotonic() + SECONDS
+    metrics, busy = folder / "out/metrics.jsonl", dict[int, float]()
     try:
         while running.poll() is None:
             if time.monotonic() > deadline:
@@ -65,6 +67,8 @@ def row(folder: Path, episodes: int, way: str) -> str:
             time.sleep(0.05)
             try:
                 memory, files, threads = read(running.pid)
+                steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+                busy.setdefault(steps, _processor(running.pid))
             except (OSError, KeyError):  # it is ending
                 break
             held = max(held[0], memory), max(held[1], files), max(held[2], threads)
@@ -74,21 +78,25 @@ def row(folder: Path, episodes: int, way: str) -> str:
         running.wait()
     if running.returncode:
         raise SystemExit(f"{way} ended early:\n{(folder / 'log.txt').read_text(encoding='utf-8')[-2000:]}")
-    lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    # The first builds the environments; beside the last nothing is played.
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    # The first step builds the environments; beside the last nothing is played.
     seconds = sorted(line["time/step"] for line in lines[1:-1])[(STEPS - 2) // 2]
-    turns = episodes // 2 * TURNS
+    first, last = min(step for step in busy if step), max(busy)
+    turn = (busy[last] - busy[first]) / ((last - first) * episodes // 2 * TURNS)
     memory, files, threads = held
-    return (
-        f"{way:<16} {episodes:>8} {seconds:>11.2f} {seconds / turns * 1000:>13.3f} {memory:>8.0f} {files:>6.0f}"
-        f" {threads:>8.0f}"
-    )
+    return f"{way:<16} {episodes:>8} {seconds:>11.2f} {1000 * turn:>13.3f} {memory:>8.0f} {files:>6.0f} {threads:>8.0f}"
+
+
+def _processor(pid: int) -> float:
+    """Seconds that a process has had of the processor."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main(*numbers: int) -> None:
     """Print the table."""
     print(
-        f"{'weight_update':<16} {'episodes':>8} {'s a step':>11} {'ms a turn':>13} {'MiB':>8} {'files':>6} {'threads':>8}"
+        f"{'weight_update':<16} {'episodes':>8} {'s a step':>11} {'CPU ms a turn':>13} {'MiB':>8} {'files':>6} {'threads':>8}"
     )
     for way in WAYS:
         for episodes in numbers or (500, 1000, 2000):

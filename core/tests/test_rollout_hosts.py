@@ -81,10 +81,15 @@ class AsyncWorld:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Its environments."""
+    return module("world", SOURCE, tmp_path, monkeypatch)
+
+
+def module(kind: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module that a spawned process can import, too."""
-    name = f"world_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(tmp_path)
+    name = f"{kind}_{folder.name.replace('-', '_')}"
+    (folder / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
     return importlib.import_module(name)
 
 
@@ -299,23 +304,22 @@ class Level:
 def test_an_error_names_the_file_and_line_of_the_environments_own_code(
     mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = f"level_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(LEVELS)
-    monkeypatch.syspath_prepend(tmp_path)
-    level = importlib.import_module(name).Level
+    made = module("level", LEVELS, tmp_path, monkeypatch)
+    level = made.Level
 
     async def step(host: Host) -> str:
         with pytest.raises(EnvironmentFailure) as caught:
             await host.call("step", 20.0, action="{")
         return str(caught.value)
 
-    own = tmp_path / f"{name}.py"
+    own = made.__file__
+    assert own is not None
     assert re.fullmatch(
-        rf"World\.step raised JSONDecodeError: .*, at {re.escape(str(own))}:18 in _judged", play(mode, level, step)
+        rf"World\.step raised JSONDecodeError: .*, at {re.escape(own)}:18 in _judged", play(mode, level, step)
     )
     with pytest.raises(
         EnvironmentFailure,
-        match=rf"World\.build raised RuntimeError: no such level, at {re.escape(str(own))}:9 in __init__",
+        match=rf"World\.build raised RuntimeError: no such level, at {re.escape(own)}:9 in __init__",
     ):
         play(mode, partial(level, broken=True), step)
 
@@ -337,15 +341,13 @@ class Judged:
 def test_the_whole_response_reaches_an_environment_that_takes_it(
     mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = f"judged_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(JUDGED)
-    monkeypatch.syspath_prepend(tmp_path)
+    judged = module("judged", JUDGED, tmp_path, monkeypatch).Judged
 
     async def scene(host: Host) -> list[str]:
         whole = Response("<a>Up</a>", "length", 5)
         return [(await host.call("step", 20.0, action="Up", response=response))[0] for response in (whole, None)]
 
-    assert play(mode, importlib.import_module(name).Judged, scene) == ["Up: <a>Up</a> length 5", "Up: nothing"]
+    assert play(mode, judged, scene) == ["Up: <a>Up</a> length 5", "Up: nothing"]
 
 
 @pytest.mark.parametrize("mode", MODES)

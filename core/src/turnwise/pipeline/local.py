@@ -14,7 +14,14 @@ from typing import Any, TypeAlias, TypeVar
 from turnwise.contracts.chat import Chat
 from turnwise.contracts.inference import InferenceBackend
 from turnwise.contracts.rollout import RolloutSettings, TagPlan
-from turnwise.contracts.runtime import RuntimeCapabilities, RuntimeContext, ServePlan, StrategyRole, TrainPlan
+from turnwise.contracts.runtime import (
+    RuntimeCapabilities,
+    RuntimeContext,
+    ServePlan,
+    StrategyRole,
+    TrainPlan,
+    TrainRole,
+)
 from turnwise.contracts.train import TrainStrategy
 from turnwise.errors import TrainerError, boundary
 from turnwise.plugins import registry
@@ -138,10 +145,10 @@ class LocalRuntime:
 
     def __init__(self, config: None, context: RuntimeContext) -> None:
         self._timeout = context.timeout
-        self._placed: list[LocalRole | InferenceBackend] = []
+        self._placed: list[TrainRole | InferenceBackend] = []
         self._before: dict[str, str | None] = {}
 
-    async def train(self, plan: TrainPlan) -> LocalRole:
+    async def train(self, plan: TrainPlan) -> TrainRole:
         """Build a training role, its environment variables set in this process until `close`."""
         self._set(plan.environment)
         role = await LocalRole.start(plan, self._timeout)

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from attrs import frozen
 
-from turnwise.contracts.chat import Chat
-from turnwise.contracts.inference import InferenceBackend
-from turnwise.contracts.rollout import RolloutSettings, TagPlan
-from turnwise.contracts.runtime import (
-    RuntimeCapabilities,
-    RuntimeContext,
-    ServePlan,
-    StrategyRole,
-    TrainPlan,
-    TrainRole,
-)
+from turnwise.contracts.runtime import RuntimeContext, StrategyRole, TrainPlan, TrainRole
 from turnwise.contracts.train import TrainStrategy
 from turnwise.errors import TrainerError, boundary
+from turnwise.pipeline.local import LocalRuntime
 from turnwise.plugins import registry
 
 T = TypeVar("T")
@@ -49,14 +40,12 @@ class FakeRole(StrategyRole):
             return work(self.strategy)
 
 
-class FakeRuntime:
-    """Every role in this thread, without a thread or a timeout of its own."""
-
-    capabilities = RuntimeCapabilities(one_process=True)
+class FakeRuntime(LocalRuntime):
+    """The local runtime, but that training roles work in this thread, without a thread or a timeout of their own."""
 
     def __init__(self, config: FakeRuntimeConfig, context: RuntimeContext) -> None:
+        super().__init__(None, context)
         self._config = config
-        self._placed: list[TrainRole | InferenceBackend] = []
 
     async def train(self, plan: TrainPlan) -> TrainRole:
         """Build the strategy by name."""
@@ -64,22 +53,3 @@ class FakeRuntime:
         role = FakeRole(strategy, plan.role, self._config.update)
         self._placed.append(role)
         return role
-
-    async def serve(self, plan: ServePlan) -> InferenceBackend:
-        """Build the backend by name."""
-        backend: InferenceBackend = registry().build(
-            "inference_backend", plan.implementation, plan.config, plan.context
-        )
-        self._placed.append(backend)
-        return backend
-
-    def executor(
-        self, plans: Sequence[TagPlan], settings: RolloutSettings, chat: Chat | None, backend: InferenceBackend
-    ) -> None:
-        """None: episodes are played on the event loop."""
-
-    async def close(self) -> None:
-        """Close every placed role."""
-        for placed in self._placed:
-            await placed.close()
-        self._placed.clear()
