@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 from vllm_cases import NEEDS_VLLM
 
 from turnwise.contracts.inference import InferenceContext
@@ -200,6 +203,55 @@ def test_an_attached_server_is_judged_by_what_it_reports(
         ConfigError, match=rf"^the vLLM server at http://h:1 does not fit this run\. Fix: start it with {fix}$"
     ):
         engine.compare({"vllm_config": server})
+
+
+def connected(*names: str) -> dict[str, Any]:
+    """A kv_transfer_config of one connector, or of several."""
+    if len(names) == 1:
+        return {"kv_connector": names[0], "kv_role": "kv_both"}
+    several = {"connectors": [connected(name) for name in names]}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": several}
+
+
+@pytest.mark.parametrize(
+    ("transfer", "named"),
+    [
+        (connected("OffloadingConnector"), ""),
+        (connected("LMCacheConnectorV1"), "LMCacheConnectorV1"),
+        (connected("OffloadingConnector", "SimpleCPUOffloadConnector"), ""),
+        (connected("OffloadingConnector", "ExampleConnector", "FlexKVConnectorV1"), "ExampleConnector, FlexKV"),
+        (json.dumps(connected("ExampleConnector")), "ExampleConnector"),
+    ],
+)
+def test_a_connector_whose_cache_outlasts_an_update_is_refused_where_updates_come(
+    folder: Path, transfer: Any, named: str
+) -> None:
+    config, context = VllmConfig(engine_args={"kv_transfer_config": transfer}), InferenceContext(folder, None)
+    attached = ServedEngine(VllmConfig(mode="attach", base_url="http://h:1"), evolve(context, dtype="fp32"))
+    server = {
+        "model_config": {
+            "model": str(folder), "dtype": "float32", "max_model_len": 2048, "logprobs_mode": "processed_logprobs",
+        },
+        "weight_transfer_config": {"backend": arguments.TRANSFER},
+        "kv_transfer_config": transfer,
+    }  # fmt: skip
+    assert arguments.problems(config, evolve(context, updates=False)) == []
+    if not named:
+        assert arguments.problems(config, context) == []
+        attached.compare({"vllm_config": server})
+        return
+    (line,) = arguments.problems(config, context)
+    assert re.search(rf"kv_transfer_config: vLLM does not drop what {named}.* Fix: leave it out, or one of", str(line))
+    with pytest.raises(ConfigError, match=rf"keeps what {named}.* cached of old weights at an update\. Fix: start it"):
+        attached.compare({"vllm_config": server})
+
+
+def test_offloading_to_a_cache_that_is_not_dropped_is_refused(folder: Path) -> None:
+    config = VllmConfig(engine_args={"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"})
+    (line,) = arguments.problems(config, InferenceContext(folder, None))
+    assert str(line).endswith(
+        "kv_offloading_backend: vLLM does not drop what lmcache cached of the old weights at an update. Fix: native"
+    )
 
 
 def test_the_servers_command_line_has_the_arguments_in_vllms_spelling() -> None:

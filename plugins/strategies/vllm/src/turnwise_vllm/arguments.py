@@ -16,11 +16,12 @@ import attrs
 
 from turnwise.contracts.inference import InferenceContext
 from turnwise.data.numbers import BYTES
-from turnwise.errors import Problem, did_you_mean
+from turnwise.errors import Problem, did_you_mean, listed
 from turnwise_serving.endpoint import endpoint_problems
 from turnwise_serving.models import DTYPES, facts, sees
 from turnwise_vllm import adapters
 from turnwise_vllm.config import VllmConfig
+from turnwise_vllm.connectors import DROPPED, outlasting
 
 WHERE = "actor_infer.strategy_args.strategy_config"
 EXTENSION = "turnwise_vllm.transfer.WorkerExtension"
@@ -56,6 +57,7 @@ def problems(config: VllmConfig, context: InferenceContext) -> list[Problem]:
         *_name_problems(config.engine_args),
         *_adapter_problems(config, context),
         *_image_problems(config, context),
+        *_connector_problems(config, context),
     ]
     if config.max_model_len is not None and config.max_model_len < context.sequence_length:
         lines.append(
@@ -159,6 +161,22 @@ def _image_problems(config: VllmConfig, context: InferenceContext) -> Iterator[P
             f"{WHERE}.mode",
             "vLLM's models that see need torchvision, and it is not installed. "
             "Fix: install the build that fits torch, or mode: server with python_path naming a folder that holds it",
+        )
+
+
+def _connector_problems(config: VllmConfig, context: InferenceContext) -> Iterator[Problem]:
+    if not context.updates:
+        return
+    if left := outlasting(config.engine_args.get("kv_transfer_config")):
+        yield Problem(
+            f"{WHERE}.engine_args.kv_transfer_config",
+            f"vLLM does not drop what {listed(left)} cached of the old weights at an update. Fix: leave it out, or one"
+            f" of {listed(sorted(DROPPED))}",
+        )
+    if config.engine_args.get("kv_offloading_backend") == "lmcache":
+        yield Problem(
+            f"{WHERE}.engine_args.kv_offloading_backend",
+            "vLLM does not drop what lmcache cached of the old weights at an update. Fix: native",
         )
 
 

@@ -208,7 +208,7 @@ class LocalEngine:
                 # The features of images were computed with the old weights, too.
                 await llm.reset_encoder_cache()
                 # Without this, cached prompts would mix old weights with new ones, in silence.
-                return await llm.reset_prefix_cache(reset_running_requests=True)
+                return await llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
             case "version":
                 return await llm.get_weight_version()
             case "sleep":

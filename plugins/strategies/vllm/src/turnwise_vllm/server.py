@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from turnwise.contracts.inference import InferenceContext
-from turnwise.errors import ConfigError, EngineError, EngineLost
+from turnwise.errors import ConfigError, EngineError, EngineLost, listed
 from turnwise_serving.endpoint import key_from
 from turnwise_serving.health import until_healthy
 from turnwise_serving.http import Client, Gone, Slow, reason
@@ -19,6 +19,7 @@ from turnwise_serving.running import CLOSED
 from turnwise_vllm import adapters
 from turnwise_vllm.arguments import EXTENSION, TRANSFER, cpu_build, engine_arguments
 from turnwise_vllm.config import VllmConfig
+from turnwise_vllm.connectors import outlasting
 from turnwise_vllm.images import Picture, features
 from turnwise_vllm.memory import MEMORY
 from turnwise_vllm.process import Server
@@ -98,7 +99,8 @@ class ServedEngine:
                 return self._version
             case "reset_cache":
                 await self._post("/reset_encoder_cache", {}, timeout)
-                return (await self._post("/reset_prefix_cache?reset_running_requests=true", {}, timeout))["success"]
+                path = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
+                return (await self._post(path, {}, timeout))["success"]
             case "load_adapters":
                 return (
                     await self._post(
@@ -171,6 +173,11 @@ class ServedEngine:
             )
         if (model.get("multimodal_config") or {}).get("mm_device_do_normalize"):
             wrong.append("--no-mm-device-do-normalize")
+        if self._context.updates and (left := outlasting(config.get("kv_transfer_config"))):
+            raise ConfigError(
+                f"the vLLM server at {self._address} keeps what {listed(left)} cached of old weights at an update. Fix:"
+                " start it without --kv-transfer-config"
+            )
         longest = self._config.max_model_len or self._context.sequence_length
         if model["max_model_len"] < longest:
             wrong.append(f"--max-model-len {longest} (it has {model['max_model_len']})")
