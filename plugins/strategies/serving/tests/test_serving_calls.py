@@ -147,6 +147,42 @@ def test_requests_are_given_up_one_by_one_or_all_at_once_with_a_reason() -> None
     asyncio.run(asyncio.wait_for(scene(), 20))
 
 
+def test_no_time_passes_for_requests_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    async def passes(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def scene() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+        running, ends = Running(10.0, "it took too long"), asyncio.Event()
+        first, second = (Request(seed, GeneratingArgs(), 1) for seed in range(2))
+        before = asyncio.ensure_future(running.of(first, ends.wait()))
+        await passes(0)
+        await passes(6)
+        running.pause()
+        running.pause()
+        within = asyncio.ensure_future(running.of(second, ends.wait()))
+        await passes(100)
+        assert not before.done()
+        assert not within.done()
+        running.resume()
+        await passes(3)
+        assert not before.done()
+        await passes(2)
+        with pytest.raises(EngineError, match="it took too long"):
+            await before
+        assert not within.done()
+        ends.set()
+        assert await within
+        assert await running.of(first, asyncio.sleep(0, 5)) == 5
+
+    asyncio.run(scene())
+
+
 def test_who_cancels_its_own_request_while_all_are_given_up_is_cancelled() -> None:
     async def scene() -> None:
         running = Running()

@@ -217,6 +217,44 @@ def test_an_update_after_which_the_engine_serves_another_version_is_reported(fol
         asyncio.run(backend.receive(Offer("safetensors", 3, {"folder": "x"})))
 
 
+def test_a_response_has_its_time_without_pauses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    class Engine:
+        async def control(self, step: str, **options: Any) -> Any:
+            nonlocal now
+            # Weights that take longer than a response may.
+            now += 100 if step == "update" else 0
+            await asyncio.sleep(0)
+            return {"version": "3", "reset_cache": True}.get(step)
+
+        async def generate(self, *asked: Any) -> Any:
+            await asyncio.Event().wait()
+
+        async def close(self) -> None:
+            pass
+
+    async def scene() -> None:
+        nonlocal now
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+        backend = VllmBackend(VllmConfig(request_timeout=10), InferenceContext(folder, FakeChat(end=2)))
+        backend.engine = Engine()  # type: ignore[assignment]
+        request = Request(0, GeneratingArgs(), 4, ids=np.array([1], np.int32))
+        task = asyncio.ensure_future(backend.generate(request))
+        await backend.pause()
+        for _ in range(2):
+            await backend.receive(Offer("safetensors", 3, {"folder": "x"}))
+            assert not task.done()
+            # Once with a pause that was asked for, once with its own.
+            await backend.resume()
+        now += 11
+        with pytest.raises(EngineError, match=r"did not answer within request_timeout = 10 s\. Fix: raise it"):
+            await task
+        await backend.close()
+
+    asyncio.run(scene())
+
+
 @pytest.mark.parametrize(
     ("args", "processed", "raw"),
     [

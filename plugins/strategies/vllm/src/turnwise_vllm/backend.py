@@ -60,7 +60,8 @@ class VllmBackend:
         self._copies, self._homes = replicas(config, context), Affinity()
         self.engine: Engine | None = None
         self._starting: asyncio.Task[Engine] | None = None
-        self._running = Running()
+        seconds = config.request_timeout
+        self._running = Running(seconds, f"vLLM did not answer within request_timeout = {seconds:g} s. Fix: raise it")
         self._names = itertools.count()
         self._asleep: set[DeviceMemory] = set()
         self._paused = self._closed = False
@@ -85,7 +86,7 @@ class VllmBackend:
 
     async def generate(self, request: Request) -> Generation:
         """Sample one response. Raises EngineError: a prompt without room or with ids outside the vocabulary, an engine
-        that is gone."""
+        that is gone, or that took more than `request_timeout`, pauses left out."""
         ids = prompt_ids(request, self._vocabulary, self._longest)
         pictures = await self._seen(ids, request)
         self._refuse()
@@ -119,6 +120,7 @@ class VllmBackend:
         engine = await self._started()
         if not self._paused:
             await engine.control("pause")
+        self._running.pause()
         try:
             await self._update(engine, offer)
         except BaseException:
@@ -132,6 +134,7 @@ class VllmBackend:
         finally:
             if not self._paused:
                 # A pause that was asked for outlasts the update.
+                self._running.resume()
                 await engine.control("resume")
         self._empty, self._broken = False, ""
         return offer.version
@@ -173,10 +176,12 @@ class VllmBackend:
         """Stop sampling between two tokens; requests are kept."""
         self._paused = True
         await (await self._started()).control("pause")
+        self._running.pause()
 
     async def resume(self) -> None:
         """Go on after `pause`."""
         self._paused = False
+        self._running.resume()
         if self.engine is not None:
             await self.engine.control("resume")
 

@@ -21,6 +21,7 @@ from turnwise_vllm.requests import Answer
 T = TypeVar("T")
 # Seconds in which vLLM's processes end by themselves.
 _SHUTDOWN = 20.0
+START = "the start"
 _CALL_FAILED = " method failed: "
 """Stands in vLLM's errors between the name of a call to its workers and what they said."""
 
@@ -63,21 +64,14 @@ class LocalEngine:
         """Raises ConfigError or EngineError (vLLM refuses, or is not up within `start_timeout`)."""
         self._thread = threading.Thread(target=self._serve, name="turnwise-vllm", daemon=True)
         self._thread.start()
-        try:
-            # vLLM gives up at start_timeout by itself, and says more; this one is for a start that hangs elsewhere.
-            self._llm = await self._run(self._build(), self._config.start_timeout + 60, "the start")
-        except TimeoutError as error:
-            raise EngineError(
-                f"vLLM did not start within start_timeout = {self._config.start_timeout:g} s. Fix: raise start_timeout"
-            ) from error
+        # vLLM gives up at start_timeout by itself, and says more; this one is for a start that hangs elsewhere.
+        self._llm = await self._run(self._build(), self._config.start_timeout + 60, START)
 
     async def generate(
         self, ids: list[int], sampling: dict[str, Any], name: str, pictures: list[Picture], copy: int | None
     ) -> Answer:
         """Raises EngineError."""
-        return await self._run(
-            self._generate(ids, sampling, name, pictures, copy), self._config.request_timeout, "sampling"
-        )
+        return await self._run(self._generate(ids, sampling, name, pictures, copy), None, "sampling")
 
     async def control(self, step: str, **arguments: Any) -> Any:
         """Raises EngineError."""
@@ -108,21 +102,22 @@ class LocalEngine:
         self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         self._loop.close()
 
-    async def _run(self, work: Coroutine[Any, Any, T], timeout: float, when: str) -> T:
+    async def _run(self, work: Coroutine[Any, Any, T], timeout: float | None, when: str) -> T:
         """Run `work` on the engine's loop; whatever it raises becomes one EngineError. `when`: the phase that the error
-        names."""
+        names. No `timeout`: who waits gives up."""
         try:
             return await asyncio.wait_for(
                 asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop)), timeout
             )
         except TurnwiseError:
             raise
-        except TimeoutError as error:
-            raise EngineError(
-                f"vLLM did not answer within {timeout:g} s (request_timeout for a response, weight_sync_timeout else)"
-            ) from error
         # vLLM raises its own errors, those of its libraries and those of its workers.
         except Exception as error:
+            if isinstance(error, TimeoutError) and timeout is not None:
+                key = "start_timeout" if when == START else "weight_sync_timeout"
+                raise EngineError(
+                    f"vLLM did not answer within {timeout:g} s, in {when} of actor_infer. Fix: raise {key}"
+                ) from error
             # vLLM says so when its engine process is gone; without it the request alone has failed.
             if self._llm is not None and self._llm.errored:
                 raise EngineLost(_died(error, when)) from error
@@ -143,7 +138,7 @@ class LocalEngine:
                 llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
             # Whatever vLLM refuses, in whatever of its libraries' errors.
             except Exception as error:
-                reported = MEMORY.explained(f"vLLM did not start: {_words(error)}", chain(error), "the start")
+                reported = MEMORY.explained(f"vLLM did not start: {_words(error)}", chain(error), START)
                 elsewhere = (
                     f"; where they name memory, lower {KEYS} of actor_infer"
                     if "initialization failed" in reported

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,8 @@ class ServedEngine:
             body["model"] = adapters.NAME
         # vLLM deals requests out itself where the header is missing, wherever their beginning is cached.
         headers = {} if copy is None else {"X-data-parallel-rank": str(copy)}
-        response = await self._post("/inference/v1/generate", body, self._config.request_timeout, headers)
+        # No limit here: who waits gives up, by a clock that stands still while the engine is paused.
+        response = await self._post("/inference/v1/generate", body, math.inf, headers)
         choice = response["choices"][0]
         logprobs = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or ()]
         spans = [_span(span) for span in choice["weight_versions"] or ()]

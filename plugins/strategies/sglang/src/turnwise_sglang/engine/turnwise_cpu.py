@@ -73,10 +73,10 @@ def _missing(name: str) -> Callable[..., NoReturn]:
     if name.startswith("__"):
         raise AttributeError(name)
 
-    def absent(*args: Any, **kwargs: Any) -> NoReturn:
+    def unbuilt(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"sgl_kernel.{name} is not built for this machine")
 
-    return absent
+    return unbuilt
 
 
 def allow_seeds() -> None:
