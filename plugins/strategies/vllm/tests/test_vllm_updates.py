@@ -15,12 +15,14 @@ from vllm_cases import CLOSE, FAR, IN_PROCESS, under_way
 from turnwise.contracts.inference import Request
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(240), *IN_PROCESS]
+TOKENS = 350
+"""Of a response: enough that on a busy machine, too, it goes on while weights come."""
 
 
 @pytest.fixture(scope="module")
 def busy(make_lab: Callable[..., Any]) -> Iterator[Any]:
     """An engine that reads prompts in parts, and in which no token ends a response."""
-    lab = make_lab({"max_num_batched_tokens": 64, "max_num_seqs": 16})
+    lab = make_lab({"max_num_batched_tokens": 64, "max_num_seqs": 16}, sequence_length=512)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lab.context.chat, "stop_ids", ())
         yield lab
@@ -38,15 +40,15 @@ def across(lab: Any, requests: list[Request], *models: Any) -> list[Any]:
 
     async def scene() -> list[Any]:
         tasks = [asyncio.create_task(lab.backend.generate(request)) for request in requests]
-        for number, model in enumerate(models, 1):
-            await under_way(lab, len(requests), 5 * number)
+        for model in models:
+            await under_way(lab, len(requests), 5)
             await lab.send(model.state_dict().items())
         return await asyncio.gather(*tasks)
 
     return lab.runner.run(scene())
 
 
-def requests(lab: Any, temperature: float, tokens: int = 80) -> list[Request]:
+def requests(lab: Any, temperature: float, tokens: int = TOKENS) -> list[Request]:
     """Short prompts, and long ones with a common beginning."""
     return [
         lab.request(seed, tokens=tokens, length=length, prompt=length // 100, temperature=temperature)
@@ -63,7 +65,7 @@ def test_each_token_has_the_version_and_the_log_prob_of_the_weights_that_sampled
     first = busy.version
     asked = requests(busy, temperature)
     for request, answer in zip(asked, across(busy, asked, new, old, new), strict=True):
-        assert len(answer.ids) == 80
+        assert len(answer.ids) == TOKENS
         assert set(answer.versions.tolist()) == set(range(first, first + 4))
         assert (np.diff(answer.versions) >= 0).all()
         for version, model, other in zip(range(first, first + 4), (old, new) * 2, (new, old) * 2, strict=True):
@@ -78,11 +80,11 @@ def test_a_response_goes_on_as_one_that_begins_with_what_was_sampled(busy: Any, 
     answers = across(busy, asked, new)
     before = [int((answer.versions < busy.version).sum()) for answer in answers]
     begun = [
-        evolve(request, ids=np.concatenate([request.ids, answer.ids[:n]]), max_new_tokens=80 - n)
+        evolve(request, ids=np.concatenate([request.ids, answer.ids[:n]]), max_new_tokens=TOKENS - n)
         for request, answer, n in zip(asked, answers, before, strict=True)
     ]
     for answer, n, fresh in zip(answers, before, busy.ask(*begun), strict=True):
-        assert 5 <= n < 80
+        assert 5 <= n < TOKENS
         assert answer.ids[n:].tolist() == fresh.ids.tolist()
         np.testing.assert_allclose(answer.logprobs[n:], fresh.logprobs, atol=CLOSE, rtol=0)
 

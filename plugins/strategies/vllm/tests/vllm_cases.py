@@ -19,12 +19,16 @@ IN_PROCESS = [WARNS, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisable
 CLOSE, FAR = 1e-4, 1e-2
 
 
-async def under_way(lab: Any, responses: int, tokens: int) -> None:
-    """Wait until so many responses have so many tokens each, and none has ended."""
+async def under_way(lab: Any, responses: int, more: int) -> None:
+    """Wait until there are so many responses, and each has so many tokens more than now; none may end meanwhile."""
     # The backend gets whole responses; what has come of each is counted in vLLM's part of this process alone.
     states = lab.backend.engine._llm.output_processor.request_states
+    begun: dict[str, int] = {}
     async with asyncio.timeout(60):
-        while len(now := list(states.values())) < responses or any(
-            state.detokenizer.num_output_tokens() < tokens for state in now
-        ):
+        while True:
+            now = {name: state.detokenizer.num_output_tokens() for name, state in list(states.items())}
+            begun = now | begun
+            assert begun.keys() == now.keys(), "a response has ended"
+            if len(now) == responses and all(now[name] >= begun[name] + more for name in now):
+                return
             await asyncio.sleep(0.001)
