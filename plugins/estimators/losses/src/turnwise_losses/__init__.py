@@ -5,28 +5,57 @@ from turnwise import Implementation, hookimpl
 
 @hookimpl
 def policy_losses() -> list[Implementation]:
-    """Ten losses, each a module with a config class and a fixture of its own: `ppo` is PpoLoss of turnwise_losses.ppo,
-    with its PpoConfig and ppo_fixture, and so are the others."""
-    losses = {
-        "ppo": "the clipped surrogate, with separate bounds and the dual clip",
-        "vanilla": "the policy gradient itself: minus advantage times log-prob",
-        "tis": "the policy gradient under a bounded constant ratio",
-        "topr": "good trajectories unweighted, bad ones under a truncated ratio",
-        "cispo": "the policy gradient under a clipped constant ratio",
-        "kimi15": "the policy gradient with a quadratic pull to the old policy",
-        "gspo": "the clipped surrogate on the ratio of a turn",
-        "gmpo": "the geometric mean of a turn's clipped ratios",
-        "sapo": "a sigmoid gate on the ratio in place of a clip",
-        "dppo": "a trust region on the sampler's and the current probability",
-    }
+    """Ten losses, each a module with a config class and a fixture of its own."""
+    losses = (
+        (
+            "ppo",
+            "turnwise_losses.ppo:PpoLoss",
+            "PpoConfig",
+            "the clipped surrogate, with separate bounds and the dual clip",
+        ),
+        (
+            "vanilla",
+            "turnwise_losses.vanilla:VanillaLoss",
+            "VanillaConfig",
+            "the policy gradient itself: minus advantage times log-prob",
+        ),
+        ("tis", "turnwise_losses.tis:TisLoss", "TisConfig", "the policy gradient under a bounded constant ratio"),
+        (
+            "topr",
+            "turnwise_losses.topr:ToprLoss",
+            "ToprConfig",
+            "good trajectories unweighted, bad ones under a truncated ratio",
+        ),
+        (
+            "cispo",
+            "turnwise_losses.cispo:CispoLoss",
+            "CispoConfig",
+            "the policy gradient under a clipped constant ratio",
+        ),
+        (
+            "kimi15",
+            "turnwise_losses.kimi15:Kimi15Loss",
+            "Kimi15Config",
+            "the policy gradient with a quadratic pull to the old policy",
+        ),
+        ("gspo", "turnwise_losses.gspo:GspoLoss", "GspoConfig", "the clipped surrogate on the ratio of a turn"),
+        ("gmpo", "turnwise_losses.gmpo:GmpoLoss", "GmpoConfig", "the geometric mean of a turn's clipped ratios"),
+        ("sapo", "turnwise_losses.sapo:SapoLoss", "SapoConfig", "a sigmoid gate on the ratio in place of a clip"),
+        (
+            "dppo",
+            "turnwise_losses.dppo:DppoLoss",
+            "DppoConfig",
+            "a trust region on the sampler's and the current probability",
+        ),
+    )
     return [
         Implementation(
             name,
-            f"turnwise_losses.{name}:{name.capitalize()}Loss",
-            config=f"turnwise_losses.config:{name.capitalize()}Config",
+            target,
+            config=f"turnwise_losses.config:{config}",
             requires=("torch",),
             summary=summary,
             fixtures=f"turnwise_losses.fixtures:{name}_fixture",
         )
-        for name, summary in losses.items()
+        for name, target, config, summary in losses
     ]
