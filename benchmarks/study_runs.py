@@ -54,6 +54,12 @@ class Run:
         """Of the configuration without the folder it writes to."""
         return hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:12]
 
+    @property
+    def keys(self) -> dict[str, Any]:
+        """What its line among the results begins with."""
+        chosen = {"env": self.env, "manager": self.manager, "estimator": self.estimator, "seed": self.seed}
+        return {"name": self.name, "digest": self.digest, **chosen}
+
 
 def manager_of(cut: str, history: int | None) -> dict[str, Any]:
     """The environment manager's block. `history`: earlier turns that a step-wise prompt shows; a trajectory, and what
@@ -178,12 +184,7 @@ def play(run: Run, work: Path) -> dict[str, Any] | None:
         return None
     reported = [json.loads(text) for text in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return {
-        "name": run.name,
-        "digest": run.digest,
-        "env": run.env,
-        "manager": run.manager,
-        "estimator": run.estimator,
-        "seed": run.seed,
+        **run.keys,
         **measured(reported),
         "players": players(folder / "report.md"),
         "wall": time.perf_counter() - began,

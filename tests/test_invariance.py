@@ -22,10 +22,8 @@ from torch import Tensor
 
 from turnwise.config.schema import (
     CorrectionFilter,
-    EnvManagerConfig,
     ImportanceWeight,
     Role,
-    RunConfig,
     TrainInferCorrection,
 )
 from turnwise.contracts.batch_adjust import PlannedUpdate
@@ -37,6 +35,7 @@ from turnwise.pipeline.updates import updates
 from turnwise.plugins import registry
 from turnwise.ports import free_port
 from turnwise.testing.ranks import run_ranks
+from turnwise.testing.runs import one_step
 from turnwise.testing.synthetic import batch_of, row_per_turn, trajectories
 from turnwise_torch import models
 from turnwise_torch.config import TorchConfig
@@ -102,12 +101,8 @@ def update(mode: Any, unit: Any) -> Update:
     for name, column in columns.items():
         noise = draw.normal(size=len(batch.sampled))
         column[batch.sampled] = 0.3 + noise if name == "advantages" else -np.log(VOCABULARY) + 0.3 * noise
-    config = RunConfig(
-        max_steps=1,
+    config = one_step(
         rollout_batch_size=6,
-        pretrain="tiny",
-        train_env_manager=EnvManagerConfig(),
-        custom_envs={},
         sequence_length=64,
         loss_agg_mode=mode,
         loss_agg_unit=unit,

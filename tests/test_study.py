@@ -33,14 +33,6 @@ def pages(study: Any) -> Any:
 
 def line_of(run: Any, after: float = 0.75, **more: Any) -> dict[str, Any]:
     """What a finished run of two steps of 8 trajectories may have left."""
-    keys = {
-        "name": run.name,
-        "digest": run.digest,
-        "env": run.env,
-        "manager": run.manager,
-        "estimator": run.estimator,
-        "seed": run.seed,
-    }
     used = {
         "steps": 2,
         "trajectories": 16.0,
@@ -52,7 +44,7 @@ def line_of(run: Any, after: float = 0.75, **more: Any) -> dict[str, Any]:
         "wall": 9.0,
     }
     shown = {"evals": [[0, 0.0, -1.8], [2, after, 0.5]], "training": [0.1, 0.3], "last_turns": 4.0, "last_samples": 2.0}
-    return {**keys, **used, **shown, "players": {"random": 0.25}, "machine": "two cores", **more}
+    return {**run.keys, **used, **shown, "players": {"random": 0.25}, "machine": "two cores", **more}
 
 
 def test_there_is_a_run_for_every_combination_and_seed_and_a_study_cut_short_has_whole_tables(study: Any) -> None:

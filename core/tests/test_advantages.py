@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.config.schema import EnvManagerConfig, RunConfig
+from turnwise.config.schema import RunConfig
 from turnwise.contracts.estimator import EstimatorContext
 from turnwise.contracts.group_filter import FilterContext
 from turnwise.data.batch import Batch, Table
@@ -21,14 +21,11 @@ from turnwise.data.normalise import RewardNormalization, normalised_token_reward
 from turnwise.data.ops import discounted_sums, last_sampled
 from turnwise.pipeline.advantages import adapted, add_kl_penalty, filter_groups, kl_estimate, mean_kl, with_advantages
 from turnwise.testing.fakes import FakeEstimator, FakeFilterConfig, FakeGroupFilter
+from turnwise.testing.runs import one_step
 from turnwise.testing.synthetic import batch_of, one_row, played, row_per_turn, trajectories
 
-CONFIG = RunConfig(
-    max_steps=1,
+CONFIG = one_step(
     rollout_batch_size=12,
-    pretrain="fake",
-    train_env_manager=EnvManagerConfig(),
-    custom_envs={},
     whiten_advantages=False,
 )
 CUTS = pytest.mark.parametrize("cut", [one_row, row_per_turn])

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from turnwise.config.schema import (
     Choice,
     CorrectionFilter,
-    EnvManagerConfig,
     ImportanceWeight,
     ModelArgs,
     Role,
@@ -29,6 +28,7 @@ from turnwise.errors import ConfigError
 from turnwise.pipeline.correction import Gap, compared, corrected
 from turnwise.pipeline.old_logprobs import OldLogProbs
 from turnwise.pipeline.updates import updates
+from turnwise.testing.runs import one_step
 from turnwise.testing.synthetic import batch_of, one_row, row_per_turn, trajectories
 
 LEVELS = ("token", "segment", "geometric", "sequence")
@@ -38,12 +38,8 @@ FP32 = Role(model_args=ModelArgs(dtype="fp32"))
 
 
 def settings(weight: ImportanceWeight | None = None, *filters: CorrectionFilter, **changes: Any) -> RunConfig:
-    return RunConfig(
-        max_steps=1,
+    return one_step(
         rollout_batch_size=12,
-        pretrain="fake",
-        train_env_manager=EnvManagerConfig(),
-        custom_envs={},
         train_infer_correction=TrainInferCorrection(weight or ImportanceWeight(), filters),
         **changes,
     )

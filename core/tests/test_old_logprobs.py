@@ -9,25 +9,22 @@ import numpy as np
 import pytest
 
 from turnwise import Implementation
-from turnwise.config.schema import Choice, EnvManagerConfig, ModelArgs, Role, RunConfig
+from turnwise.config.schema import Choice, ModelArgs, Role
 from turnwise.contracts.estimator import EstimatorCapabilities
 from turnwise.data.batch import Batch
 from turnwise.data.rows import Rows
 from turnwise.errors import ConfigError
 from turnwise.pipeline.old_logprobs import OldLogProbs
 from turnwise.testing.registered import registered
+from turnwise.testing.runs import one_step
 from turnwise.testing.synthetic import batch_of, row_per_turn, trajectories
 
 
 def chooser(
     mode: str = "auto", shared: bool = True, beta: float = 0.0, dtype: str = "fp32", estimator: str = "grpo"
 ) -> OldLogProbs:
-    config = RunConfig(
-        max_steps=1,
+    config = one_step(
         rollout_batch_size=6,
-        pretrain="fake",
-        train_env_manager=EnvManagerConfig(),
-        custom_envs={},
         recompute_old_logprobs=mode,  # type: ignore[arg-type]
         init_kl_coef=beta,
         adv_estimator=Choice(estimator),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from turnwise.config.schema import Choice, EnvManagerConfig, ModelArgs, Role, RunConfig
+from turnwise.config.schema import Choice, ModelArgs, Role
 from turnwise.contracts.runtime import RuntimeCapabilities
 from turnwise.contracts.train import Offer
 from turnwise.errors import ConfigError, EngineError, OutOfMemory, TrainerError
@@ -21,6 +21,7 @@ from turnwise.pipeline.weights import WeightSync, deliver, update
 from turnwise.planning.transport import choose
 from turnwise.plugins import registry
 from turnwise.testing.fakes import FakeBackend, FakeRuntime, FakeStrategy
+from turnwise.testing.runs import one_step
 
 ON_GPUS = ("process_group", "shared_memory", "safetensors")
 
@@ -44,12 +45,7 @@ def choose_among(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
             for name, dtype, own in zip(("fake_strategy", "fake_backend"), dtypes, devices, strict=True)
         )
         return choose(
-            RunConfig(
-                max_steps=1,
-                rollout_batch_size=4,
-                pretrain="fake",
-                train_env_manager=EnvManagerConfig(),
-                custom_envs={},
+            one_step(
                 actor_train=train,
                 actor_infer=infer,
                 runtime=Choice("fake_runtime"),
@@ -106,12 +102,7 @@ def test_a_backend_learns_what_devices_the_runtime_will_give_it(
         return ("shared_memory",)
 
     choose_among()  # puts the fakes' own back afterwards
-    config = RunConfig(
-        max_steps=1,
-        rollout_batch_size=4,
-        pretrain="fake",
-        train_env_manager=EnvManagerConfig(),
-        custom_envs={},
+    config = one_step(
         actor_train=Role(strategy_args=Choice("fake_strategy")),
         actor_infer=Role(strategy_args=Choice("fake_backend")),
         runtime=Choice("fake_runtime"),
@@ -171,6 +162,18 @@ class Side:
 
     async def leave(self) -> None:
         await self._answer("leave")
+
+    async def wake(self, what: str) -> None:
+        await self._answer(f"wake {what}")
+
+    async def onload(self) -> None:
+        await self._answer("onload")
+
+    async def offload(self) -> None:
+        await self._answer("offload")
+
+    async def sleep(self) -> None:
+        await self._answer("sleep")
 
 
 def passed(side: Side) -> int:
@@ -247,28 +250,11 @@ def test_an_update_ends_in_time_and_with_the_right_version(does: dict[str, Any],
 
 def test_a_version_is_published_by_the_chosen_transport_to_a_sampler_that_has_room() -> None:
     class Sampler(Side):
-        async def wake(self, what: str) -> None:
-            await self._answer(f"wake {what}")
-
-        async def onload(self) -> None:
-            await self._answer("onload")
-
-        async def offload(self) -> None:
-            await self._answer("offload")
-
-        async def sleep(self) -> None:
-            await self._answer("sleep")
-
         async def receive(self, offer: Offer) -> Any:
             assert (offer.transport, offer.version) == ("pigeon", 7)
             return await super().receive(offer)
 
-    config = RunConfig(
-        max_steps=1,
-        rollout_batch_size=4,
-        pretrain="fake",
-        train_env_manager=EnvManagerConfig(),
-        custom_envs={},
+    config = one_step(
         actor_train=Role(device_mapping=(0,)),
         actor_infer=Role(device_mapping=(0,)),
     )

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from turnwise.config.schema import EnvManagerConfig, RunConfig
+
 FAKES: Mapping[str, Any] = {
     "exp_name": "fakes",
     "plugins": ["turnwise.testing.plugin"],
@@ -94,3 +96,9 @@ def written(base: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -
         else:
             place[last] = value
     return yaml.safe_dump(keys, sort_keys=False)
+
+
+def one_step(**options: Any) -> RunConfig:
+    """The configuration of one step without environments, for tests of what reads `options` alone."""
+    needed = {"max_steps": 1, "rollout_batch_size": 4, "pretrain": "fake", "custom_envs": {}}
+    return RunConfig(**{**needed, "train_env_manager": EnvManagerConfig(), **options})
