@@ -7,9 +7,9 @@ from typing import Any
 
 import attrs
 import pytest
+from key_cases import named, translated, unused, value_at
 
-from turnwise.config import Loaded, to_plain
-from turnwise.config.problems import at
+from turnwise.config import Loaded
 from turnwise.config.schema import CoefRange, CustomEnv, EnvManagerConfig, ModelArgs, Role, RunConfig, TrainingArgs
 from turnwise.contracts.inference import GeneratingArgs
 from turnwise.data.normalise import RewardNormalization
@@ -271,45 +271,35 @@ REFUSED: list[tuple[str, list[str], str]] = [  # the key, overrides, the message
 ]  # fmt: skip
 
 
-def _named(cases: list[Any]) -> list[Any]:
-    return [pytest.param(*case, id=f"{i}-{case[0]}") for i, case in enumerate(cases)]
-
-
-def _path(key: str) -> tuple[Any, ...]:
-    return tuple(key.split("."))
-
-
-@pytest.mark.parametrize(("key", "overrides", "value"), _named(USED))
+@pytest.mark.parametrize(("key", "overrides", "value"), named(USED))
 def test_a_key_that_is_used_reaches_the_configuration(
     run_yaml: Run, key: str, overrides: list[str], value: Any
 ) -> None:
     loaded = run_yaml("", *overrides)
-    found = at(to_plain(loaded.config), _path(key), "absent")
+    found = value_at(loaded, key)
     assert found == value
     assert type(found) is type(value)
     assert not any(f"$.{key}:" in note for note in loaded.notes)
 
 
-@pytest.mark.parametrize(("key", "overrides", "target", "value"), _named(TRANSLATED))
+@pytest.mark.parametrize(("key", "overrides", "target", "value"), named(TRANSLATED))
 def test_a_key_that_is_translated_arrives_and_is_noted(
     run_yaml: Run, key: str, overrides: list[str], target: str, value: Any
 ) -> None:
     if key == "response_length":
         overrides = [*overrides, "sequence_length=132"]
     loaded = run_yaml("", *overrides)
-    assert at(to_plain(loaded.config), _path(target), "absent") == value
-    assert any(f"$.{key}: " in note for note in loaded.notes), loaded.notes
+    translated(loaded, key, target, value)
 
 
-@pytest.mark.parametrize(("key", "overrides", "reason"), _named(NAMED))
+@pytest.mark.parametrize(("key", "overrides", "reason"), named(NAMED))
 def test_a_key_that_does_not_apply_is_named_with_its_reason(
     run_yaml: Run, key: str, overrides: list[str], reason: str
 ) -> None:
-    warnings = run_yaml("", *overrides).warnings
-    assert any(f"$.{key}: " in w and reason in w for w in warnings), warnings
+    unused(run_yaml("", *overrides), key, reason)
 
 
-@pytest.mark.parametrize(("key", "overrides", "message"), _named(REFUSED))
+@pytest.mark.parametrize(("key", "overrides", "message"), named(REFUSED))
 def test_a_value_that_cannot_be_had_is_refused(run_yaml: Run, key: str, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run_yaml("", *overrides)

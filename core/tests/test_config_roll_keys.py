@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from attrs import field, frozen
+from key_cases import named, translated, unused
 
 from turnwise import Implementation
-from turnwise.config import Loaded, load, to_plain
-from turnwise.config.problems import at
+from turnwise.config import Loaded, load
 from turnwise.errors import ConfigError
 from turnwise.plugins import Registry
 from turnwise.testing.registered import made
@@ -116,29 +116,23 @@ class Sharded:
     fsdp: Fsdp = field(factory=Fsdp)
 
 
-def _named(cases: list[Any]) -> list[Any]:
-    return [pytest.param(*case, id=f"{i}-{case[0]}") for i, case in enumerate(cases)]
-
-
-@pytest.mark.parametrize(("key", "overrides", "target", "value"), _named(TRANSLATED))
+@pytest.mark.parametrize(("key", "overrides", "target", "value"), named(TRANSLATED))
 def test_a_key_of_theirs_arrives_and_is_noted(
     run_yaml: Run, key: str, overrides: list[str], target: str, value: Any
 ) -> None:
     loaded = run_yaml("", *overrides)
-    assert at(to_plain(loaded.config), tuple(target.split(".")), "absent") == value
-    assert any(f"$.{key}: " in note for note in loaded.notes), loaded.notes
+    translated(loaded, key, target, value)
     assert loaded.foreign
 
 
-@pytest.mark.parametrize(("key", "overrides", "reason"), _named(UNUSED))
+@pytest.mark.parametrize(("key", "overrides", "reason"), named(UNUSED))
 def test_a_key_of_theirs_that_does_not_apply_is_named_with_its_reason(
     run_yaml: Run, key: str, overrides: list[str], reason: str
 ) -> None:
-    warnings = run_yaml("", *overrides).warnings
-    assert any(f"$.{key}: " in w and reason in w for w in warnings), warnings
+    unused(run_yaml("", *overrides), key, reason)
 
 
-@pytest.mark.parametrize(("key", "overrides", "message"), _named(REFUSED))
+@pytest.mark.parametrize(("key", "overrides", "message"), named(REFUSED))
 def test_what_has_no_counterpart_is_refused_in_one_line_and_no_key_beside_it(
     run_yaml: Run, key: str, overrides: list[str], message: str
 ) -> None:

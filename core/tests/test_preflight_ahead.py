@@ -6,33 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_runs import Toy, found, plugin
+from toy_runs import Toy, found, plugin, runtimes
 
 from turnwise.planning import assembly, device_problems
 
-RUNTIMES = """
-from attrs import frozen
-from turnwise.contracts.runtime import RuntimeCapabilities
-from turnwise.testing.fakes import FakeRuntime
-
-@frozen
-class Processes:
-    capabilities = RuntimeCapabilities(gpus=True, counts_devices=True, least_devices=1)
-
-@frozen
-class OneProcess:
-    capabilities = RuntimeCapabilities(gpus=True, counts_devices=True, one_process=True)
-
-class Many(FakeRuntime):
-    pass
-
-class One(FakeRuntime):
-    pass
-
-@turnwise.hookimpl
-def runtimes():
-    return [Implementation("many", Many, config=Processes), Implementation("one", One, config=OneProcess)]
-"""
+RUNTIMES = runtimes({"many": "counts_devices=True, least_devices=1", "one": "counts_devices=True, one_process=True"})
 ROLE = {
     "training_args": {"learning_rate": 1.0, "per_device_train_batch_size": 2},
     "strategy_args": {"strategy_name": "fake"},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from attrs import evolve
-from toy_runs import Toy, found, loaded, only, plugin, there_are
+from toy_runs import PAIRED, Toy, found, loaded, only, plugin, runtimes, there_are
 
 from turnwise.config.loader import load
 from turnwise.planning import assembly, device_problems
@@ -40,27 +40,9 @@ def test_fewer_devices_than_the_run_expects_are_the_machines_lack(toy: Toy, monk
 def test_devices_of_a_runtime_that_has_its_own_are_not_counted_here(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = """
-from attrs import frozen
-from turnwise.contracts.runtime import RuntimeCapabilities
-from turnwise.testing.fakes import FakeRuntime
-
-@frozen
-class Cluster:
-    capabilities = RuntimeCapabilities(counts_devices=False)
-
-class Elsewhere(FakeRuntime):
-    pass
-
-@turnwise.hookimpl
-def runtimes():
-    return [
-        Implementation("elsewhere", Elsewhere, config=Cluster),
-        Implementation("lacking", "nowhere:Runtime", config=Cluster, requires=("nowhere",)),
-    ]
-"""
+    lacking = 'Implementation("lacking", "nowhere:Runtime", config=elsewhere_options, requires=("nowhere",))'
     there_are(monkeypatch, 0)
-    path = toy(plugins=plugin(tmp_path, runtime))
+    path = toy(plugins=plugin(tmp_path, runtimes({"elsewhere": "counts_devices=False"}, lacking)))
     mapping = ["actor_train.device_mapping=[0, 1]", "actor_infer.device_mapping=[2]"]
     assert found(path, "runtime=elsewhere", *mapping, "num_gpus_per_node=8").machine == []
     assert "GPU" not in only(
@@ -80,34 +62,12 @@ def test_several_training_processes_need_a_runtime_of_several(toy: Toy, monkeypa
     assert found(toy(), "actor_infer.device_mapping=[0, 1]") == Findings([], [])
 
 
-MANY = """
-from attrs import frozen
-from turnwise.contracts.runtime import RuntimeCapabilities
-from turnwise.testing.fakes import FakeRuntime
-
-@frozen
-class Many:
-    width: int = 3
-    capabilities = RuntimeCapabilities()
-
-class Spread(FakeRuntime):
-    pass
-
-class Crowd(FakeRuntime):
-    capabilities = RuntimeCapabilities()
-
-@turnwise.hookimpl
-def runtimes():
-    return [Implementation("spread", Spread, config=Many)] + TWO
-"""
-
-
 def test_the_one_runtime_of_several_processes_is_chosen_where_a_role_has_several_devices_and_none_is_named(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there_are(monkeypatch, 2)
     several = "actor_train.device_mapping=[0, 1]"
-    path = toy(plugins=["no:turnwise-ray", *plugin(tmp_path, MANY.replace("TWO", "[]"))])
+    path = toy(plugins=["no:turnwise-ray", *plugin(tmp_path, runtimes({"spread": ""}))])
     loaded = load(path, [several])
     assert (loaded.config.runtime.name, loaded.config.runtime.config.width) == ("spread", 3)
     (note,) = [note for note in loaded.notes if "runtime" in note]
@@ -121,7 +81,7 @@ def test_the_one_runtime_of_several_processes_is_chosen_where_a_role_has_several
 
 def test_of_two_such_runtimes_none_is_chosen(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there_are(monkeypatch, 2)
-    path = toy(plugins=plugin(tmp_path, MANY.replace("TWO", "[Implementation('crowd', Crowd)]")))
+    path = toy(plugins=plugin(tmp_path, runtimes({"spread": "", "crowd": ""})))
     line = only(found(path, "actor_train.device_mapping=[0, 1]").config)
     assert line.endswith("runtime 'local' has one process. Fix: runtime: crowd or ray or spread; or one device")
 
@@ -130,28 +90,8 @@ def test_devices_that_an_engine_cannot_divide_are_found_before_anything_starts(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the engine's own check does not speak of them."""
-    pairs = """
-from attrs import frozen
-from turnwise.contracts.inference import BackendCapabilities
-from turnwise.testing.fakes import FakeBackend
-
-@frozen
-class Pairs:
-    @property
-    def capabilities(self):
-        return BackendCapabilities(data_parallel_size=self.data_parallel_size)
-
-    def data_parallel_size(self, world):
-        if world % 2:
-            raise ValueError(f"{world} devices are not pairs")
-        return world // 2
-
-@turnwise.hookimpl
-def inference_backends():
-    return [Implementation("paired", FakeBackend, Pairs)]
-"""
     there_are(monkeypatch, 8)
-    path = toy(plugins=plugin(tmp_path, pairs))
+    path = toy(plugins=plugin(tmp_path, PAIRED))
     paired = "actor_infer.strategy_args={strategy_name: paired}"
     line = only(found(path, paired, "actor_infer.device_mapping=[0, 1, 2]").config)
     says(line, "$.actor_infer.device_mapping", "3 devices are not pairs", "Fix: other sizes, or other devices")
@@ -165,40 +105,7 @@ def test_an_engine_without_devices_must_fit_into_those_that_the_runtime_gives_it
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, attached: str, refused: bool
 ) -> None:
     """Without GPUs it starts as many processes as it likes, and a server that runs already has its own."""
-    both = f"""
-from attrs import frozen
-from turnwise.contracts.inference import BackendCapabilities
-from turnwise.contracts.runtime import RuntimeCapabilities
-from turnwise.testing.fakes import FakeBackend, FakeRuntime
-
-@frozen
-class Pairs:
-    server: str = ""
-
-    @property
-    def capabilities(self):
-        return BackendCapabilities(attached=bool(self.server), data_parallel_size=self.data_parallel_size)
-
-    def data_parallel_size(self, world):
-        if world % 2:
-            raise ValueError(f"{{world}} devices are not pairs")
-        return world // 2
-
-@frozen
-class Cluster:
-    capabilities = RuntimeCapabilities(least_devices={gpus})
-
-class Giving(FakeRuntime):
-    pass
-
-@turnwise.hookimpl
-def inference_backends():
-    return [Implementation("paired", FakeBackend, Pairs)]
-
-@turnwise.hookimpl
-def runtimes():
-    return [Implementation("giving", Giving, config=Cluster)]
-"""
+    both = PAIRED + runtimes({"giving": f"least_devices={gpus}"})
     there_are(monkeypatch, 8)
     paired = f"actor_infer.strategy_args={{strategy_name: paired, strategy_config: {{server: '{attached}'}}}}"
     got = found(toy(plugins=plugin(tmp_path, both)), "runtime=giving", paired).config
@@ -210,23 +117,7 @@ def runtimes():
 def test_a_runtime_may_need_gpus_for_roles_without_device_mapping(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = """
-from attrs import frozen
-from turnwise.contracts.runtime import RuntimeCapabilities
-from turnwise.testing.fakes import FakeRuntime
-
-@frozen
-class Cluster:
-    capabilities = RuntimeCapabilities(least_devices=1)
-
-class OnGpus(FakeRuntime):
-    pass
-
-@turnwise.hookimpl
-def runtimes():
-    return [Implementation("on_gpus", OnGpus, config=Cluster)]
-"""
-    path = toy(plugins=plugin(tmp_path, runtime))
+    path = toy(plugins=plugin(tmp_path, runtimes({"on_gpus": "least_devices=1"})))
     there_are(monkeypatch, 0)
     for role, line in zip(("actor_train", "actor_infer"), found(path, "runtime=on_gpus").machine, strict=True):
         says(line, role, "'on_gpus'", "without device_mapping", "found 0", "Fix: use devices that are here")
@@ -239,29 +130,17 @@ def test_an_engine_that_cannot_sleep_is_refused_on_devices_that_it_shares(
 ) -> None:
     """Else the run would end at the first update, after its first rollout."""
     awake = """
-from attrs import frozen
 from turnwise.contracts.inference import BackendCapabilities
-from turnwise.contracts.runtime import RuntimeCapabilities
-from turnwise.testing.fakes import FakeBackend, FakeRuntime
-
-@frozen
-class Numbers:
-    capabilities = RuntimeCapabilities(counts_devices=False)
+from turnwise.testing.fakes import FakeBackend
 
 class Sleepless(FakeBackend):
     capabilities = BackendCapabilities(cannot_sleep="it has insomnia. Fix: rest: true")
 
-class Processes(FakeRuntime):
-    pass
-
 @turnwise.hookimpl
 def inference_backends():
     return [Implementation("sleepless", Sleepless)]
-
-@turnwise.hookimpl
-def runtimes():
-    return [Implementation("processes", Processes, config=Numbers)]
 """
+    awake += runtimes({"processes": "counts_devices=False"})
     there_are(monkeypatch, 8)
     path = toy(plugins=plugin(tmp_path, awake))
     sleepless = "actor_infer.strategy_args={strategy_name: sleepless}"
