@@ -57,9 +57,12 @@ def tag_plans(config: RunConfig, manager: EnvManagerConfig, args: GeneratingArgs
     plans = []
     for tag, groups in zip(manager.tags, manager.num_groups_partition, strict=True):
         env = config.custom_envs[tag]
-        builder = EnvironmentBuilder(env.env_type, env.env_config, config.plugins, str(base))
+        builder = EnvironmentBuilder(env.env_type, env.env_config, plugins=config.plugins, base=str(base))
         managed = ManagerBuilder(
-            env.env_manager, ManagerContext(tag=tag, max_turns=env.max_steps), config.plugins, str(base)
+            env.env_manager,
+            ManagerContext(tag=tag, max_turns=env.max_steps),
+            plugins=config.plugins,
+            base=str(base),
         )
         plans.append(
             TagPlan(
@@ -73,7 +76,7 @@ def tag_plans(config: RunConfig, manager: EnvManagerConfig, args: GeneratingArgs
                 step=env.step,
                 max_concurrent_steps=env.max_env_step_concurrent,
                 samplers={
-                    name: PlayerBuilder(choice, config.seed, config.plugins, str(base))
+                    name: PlayerBuilder(choice, config.seed, plugins=config.plugins, base=str(base))
                     for name, choice in env.samplers.items()
                 },
                 # Asked of an environment that is built for it: the tasks have to be known before an episode is.

@@ -11,52 +11,59 @@ from attrs import field, frozen
 from turnwise.config.schema import Choice
 from turnwise.contracts.env_manager import ManagerContext
 from turnwise.contracts.inference import InferenceBackend, InferenceContext
-from turnwise.plugins import registry
+from turnwise.plugins import Registry, registry
 
 
 @frozen
-class EnvironmentBuilder:
-    """Builds one environment by name, in any process: it declares the run's plugins first."""
+class _Builder:
+    """What a process must know before it can build anything by name: the run's plugins, and the folder that relative
+    files among them lie in."""
+
+    plugins: tuple[str, ...] = field(default=(), kw_only=True)
+    base: str = field(default=".", kw_only=True)
+
+    def _registry(self) -> Registry:
+        # The driver has done this, and nothing is imported twice; a worker process begins with what is installed alone.
+        known = registry()
+        known.declare(self.plugins, Path(self.base))
+        return known
+
+
+@frozen
+class EnvironmentBuilder(_Builder):
+    """Builds one environment by name, in any process."""
 
     name: str
     options: Mapping[str, Any] = field(factory=dict)
-    plugins: tuple[str, ...] = ()
-    base: str = "."
 
     def __call__(self) -> Any:
         """A new environment."""
-        known = registry()
-        known.declare(self.plugins, Path(self.base))
-        return known.build("environment", self.name, self.options)
+        return self._registry().build("environment", self.name, self.options)
 
 
 @frozen
-class ManagerBuilder:
-    """Builds the environment manager of a tag by name, in any process: it declares the run's plugins first."""
+class ManagerBuilder(_Builder):
+    """Builds the environment manager of a tag by name, in any process."""
 
     choice: Choice
     context: ManagerContext
-    plugins: tuple[str, ...] = ()
-    base: str = "."
 
     def __call__(self) -> Any:
         """A new manager."""
-        registry().declare(self.plugins, Path(self.base))
+        self._registry()
         return build("env_manager", self.choice, self.context)
 
 
 @frozen
-class PlayerBuilder:
-    """Builds a player by name, in any process: it declares the run's plugins first."""
+class PlayerBuilder(_Builder):
+    """Builds a player by name, in any process."""
 
     choice: Choice
     seed: int
-    plugins: tuple[str, ...] = ()
-    base: str = "."
 
     def __call__(self) -> InferenceBackend:
         """A new player."""
-        registry().declare(self.plugins, Path(self.base))
+        self._registry()
         return player(self.choice, self.seed)
 
 

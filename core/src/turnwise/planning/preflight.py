@@ -119,12 +119,8 @@ def _role_problems(config: RunConfig, role: str, kind: str, choice: Choice | Non
     except PluginError as error:
         yield Problem("", str(error))
         return
-    if lacks := _lacking(kind, target):
-        yield Problem(
-            "",
-            f"{kind} {choice.name!r} (from {entry.owner}) lacks {', '.join(lacks)} of its contract. Fix: repair the"
-            " plugin.",
-        )
+    if incomplete := _incomplete(entry, choice, target):
+        yield Problem("", incomplete)
         return
     # The model is prepared later, so the path is empty here, as the contracts say.
     plan = (
@@ -240,6 +236,13 @@ def _lacking(kind: str, one: Any) -> list[str]:
     return [name for name in NEEDED[kind] if not hasattr(one, name)]
 
 
+def _incomplete(entry: Entry, choice: Choice, one: Any) -> str:
+    """What an implementation does not have of its contract, as a line; the empty string for a whole one."""
+    lacks = _lacking(entry.kind, one)
+    who = f"{entry.kind} {choice.name!r} (from {entry.owner})"
+    return f"{who} lacks {', '.join(lacks)} of its contract. Fix: repair the plugin." if lacks else ""
+
+
 def _other_problems(config: RunConfig) -> Iterator[str]:
     """Implementations without a role: each is imported; those that are pure arithmetic are built, for they judge their
     settings."""
@@ -263,13 +266,11 @@ def _other_problems(config: RunConfig) -> Iterator[str]:
                     f"{kind} {choice.name!r} (from {entry.owner}) cannot be built with (config, context): {odd}. Fix:"
                     " repair the plugin."
                 )
-            elif kind in contexts:
-                built = builders.build(kind, choice, contexts[kind])
-                if lacks := _lacking(kind, built):
-                    yield (
-                        f"{kind} {choice.name!r} (from {entry.owner}) lacks {', '.join(lacks)} of its contract. Fix:"
-                        " repair the plugin."
-                    )
+            # Of the object: these members may be set where it is built.
+            elif kind in contexts and (
+                incomplete := _incomplete(entry, choice, builders.build(kind, choice, contexts[kind]))
+            ):
+                yield incomplete
         except TurnwiseError as error:
             yield from str(error).split("\n")
         except Exception as error:  # a stranger's constructor may raise anything

@@ -124,9 +124,11 @@ def plan() -> Callable[..., TagPlan]:
     def made(environment: str = "fake_env", **options: Any) -> TagPlan:
         return TagPlan(
             tag="Count",
-            build=EnvironmentBuilder(environment, options, known),
+            build=EnvironmentBuilder(environment, options, plugins=known),
             manager=FakeEnvManager(None, ManagerContext()),
-            manager_builder=ManagerBuilder(Choice("fake_manager"), ManagerContext(tag="Count", max_turns=3), known),
+            manager_builder=ManagerBuilder(
+                Choice("fake_manager"), ManagerContext(tag="Count", max_turns=3), plugins=known
+            ),
             limits=Limits(sequence_length=128, max_new_tokens=4, max_tokens_per_step=4, max_turns=3),
             groups=4,
             group_size=3,
