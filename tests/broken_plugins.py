@@ -12,7 +12,8 @@ from pathlib import Path
 
 from attrs import frozen
 from judged import judge_all
-from mutated_yamls import BASE, judge_command
+from mutated_values import BASE
+from mutated_yamls import judge_command
 
 from turnwise.plugins import reset_registry
 

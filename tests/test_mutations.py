@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import broken_plugins
+import mutated_values
 import mutated_yamls
 import pytest
 from judged import run
@@ -29,7 +30,7 @@ def _folder_and_registry_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_configuration_that_is_mutated_is_fine() -> None:
-    assert mutated_yamls.judge(mutated_yamls.Mutant(0, "none", mutated_yamls.BASE)) == []
+    assert mutated_yamls.judge(mutated_yamls.Mutant(0, "none", mutated_values.BASE)) == []
     assert [code for code, *_ in (run([command, "run.yaml"]) for command in ("plan", "check"))] == [0, 0]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import mutated_yamls
+import mutated_values
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -94,7 +94,7 @@ def lines(text: str, *overrides: str) -> tuple[int, list[str]]:
 
 def changed(changes: dict[str, Any]) -> str:
     """The base with values as YAML writes them; a change of a name drops its options."""
-    data = yaml.safe_load(mutated_yamls.BASE)
+    data = yaml.safe_load(mutated_values.BASE)
     for key, value in changes.items():
         *path, last = key.split(".")
         holder = data
@@ -127,7 +127,7 @@ def test_a_refusal_says_what_is_wrong_where_and_what_to_do(changes: dict[str, An
     ],
 )
 def test_an_override_is_blamed_for_what_it_brings(override: str, words: str) -> None:
-    code, found = lines(mutated_yamls.BASE, override)
+    code, found = lines(mutated_values.BASE, override)
     assert code == 2
     assert [line for line in found if words in line], found
     for line in found:
@@ -136,7 +136,7 @@ def test_an_override_is_blamed_for_what_it_brings(override: str, words: str) -> 
 
 
 def test_the_octal_number_of_yaml_is_a_number() -> None:
-    code, found = lines(mutated_yamls.BASE.replace("seed: 1\n", "seed: 0o17\n"))
+    code, found = lines(mutated_values.BASE.replace("seed: 1\n", "seed: 0o17\n"))
     assert (code, found) == (0, [])
 
 

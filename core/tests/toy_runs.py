@@ -8,13 +8,21 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from click.testing import CliRunner, Result
 
+from turnwise.cli.main import main
 from turnwise.config.loader import load
 from turnwise.config.schema import RunConfig
 from turnwise.planning import device_problems
 from turnwise.planning.preflight import Findings, preflight
 
 Toy = Callable[..., Path]
+NOTE = "loaded like actor_train"
+"""Of a reference that a KL coefficient calls for."""
+WARNING = "has no effect: init_kl_coef is 0"
+"""Of target_kl without init_kl_coef."""
+NOTED = {"kl_loss_coef": 0.1, "target_kl": 0.1}
+"""A run of which both are said."""
 
 
 def loaded(path: Path, *overrides: str) -> RunConfig:
@@ -99,3 +107,33 @@ def inference_backends():
     return [Implementation("paired", FakeBackend, Pairs)]
 """
 """Lines of a plugin file: a backend whose engines take two devices each, or none where it is attached to one that runs."""
+
+
+def turnwise(*arguments: Any) -> Result:
+    """The command line, in this process."""
+    return CliRunner().invoke(main, [str(a) for a in arguments])
+
+
+STRATEGY = """
+import os, signal
+from turnwise.errors import OutOfMemory, TrainerError
+from turnwise.testing.fakes import FakeStrategy
+
+class Mine(FakeStrategy):
+    def update(self, update):
+        {what}
+        return super().update(update)
+
+@turnwise.hookimpl
+def train_strategies():
+    return [Implementation("mine", Mine)]
+"""
+
+
+def with_strategy(toy: Toy, tmp_path: Path, what: str, **changes: Any) -> Path:
+    """A run whose strategy does `what` at every update."""
+    actor = {
+        "strategy_args": {"strategy_name": "mine"},
+        "training_args": {"per_device_train_batch_size": 2, "learning_rate": 5.0},
+    }
+    return toy(plugins=plugin(tmp_path, STRATEGY.format(what=what)), actor_train=actor, **changes)
