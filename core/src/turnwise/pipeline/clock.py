@@ -23,6 +23,7 @@ class Clock:
         try:
             yield
         finally:
+            # Added, for a step may wait for the sampler twice: for its batch, and before its weights are published.
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - began
 
     def seconds(self, name: str) -> float:

@@ -142,6 +142,7 @@ def update_metrics(results: Sequence[UpdateResult], prefix: str = "policy") -> d
         f"{prefix}/skipped_updates": float(len(results) - len(made)),
     }
     for name in dict.fromkeys(n for r in results for n in r.sums):
+        # Sums, not means of updates: updates differ in tokens, and a metric must not depend on how a step was cut.
         parts = [r.sums[name] for r in results if name in r.sums]
         weight = sum(w for _, w in parts)
         out[name] = sum(x for x, _ in parts) / weight if weight else np.nan
@@ -210,6 +211,7 @@ def _summary(trajectories: Sequence[Trajectory], reporting: Reporting) -> dict[s
         out[f"{role}/score/mean"] = _mean([trajectories[i].score for i in mine])
         if len(reported := success[mine][~np.isnan(success[mine])]):
             out[f"{role}/success"] = _mean(reported)
+    # Over those that report it: an environment may measure a thing in some of its episodes alone.
     names = dict.fromkeys(name for t in trajectories for name in t.metrics)
     return out | {name: _mean([t.metrics[name] for t in trajectories if name in t.metrics]) for name in names}
 

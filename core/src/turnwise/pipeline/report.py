@@ -45,6 +45,7 @@ class History:
         # The older value wins: a metric may appear later than the first step.
         self.first = {**values, **self.first}
         self.last.update(values)
+        # The last r steps have nothing to play beside them: their idleness says nothing of what to turn.
         if ahead and "time/trainer_idle" in values:
             self.waits = {name: self.waits.get(name, 0.0) + values.get(name, 0.0) for name in WAITS}
 

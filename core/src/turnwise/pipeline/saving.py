@@ -84,6 +84,7 @@ class Saving:
         with self._clock.phase("save"):
             await self._rollouts.hold()  # no response is cut through
             played = self._rollouts.state(done)
+            # They go on while the roles write: what they do from here belongs to the next checkpoint.
             await self._rollouts.release()
             await self._roles.colocation.sleep()
             await self._checkpoint(done, played)
@@ -101,6 +102,7 @@ class Saving:
             ):  # a backend that is gone, or hangs, is often what went wrong: it needs its devices no more
                 async with asyncio.timeout(SLEEP_SECONDS):
                     await self._roles.colocation.sleep()
+            # Without `hold`: the backend may never answer, and records are of whole turns at any moment.
             await self._checkpoint(done, self._rollouts.state(done))
         except Exception as failure:
             log.warning("the weights after %d steps could not be saved: %s", done, one_line(failure))

@@ -23,6 +23,7 @@ class Skipped:
 
     def count(self, update: Update, result: UpdateResult) -> None:
         """Raises TooManySkipped: one more in a row than the limit."""
+        # In a row: one in many is an outlier of the data, and the optimizer's state knows nothing of it.
         self._row = self._row + 1 if result.skipped else 0
         if not result.skipped:
             return

@@ -19,6 +19,7 @@ def of_tokens(batch: Batch, step: int) -> dict[str, float]:
     if not len(sampled):
         return {}
     versions, turn = batch.tokens["versions"][sampled], batch.tokens["turn"][sampled]
+    # By turn, not by row: a row holds several responses, whose versions differ without any update in mid-sentence.
     newest = np.full(len(batch.turns), np.iinfo(np.int64).min)
     oldest = np.full(len(batch.turns), np.iinfo(np.int64).max)
     np.maximum.at(newest, turn, versions)
@@ -49,6 +50,7 @@ def effective_size(batch: Batch) -> dict[str, float]:
     if "policy_weight" not in batch.tokens or not len(counted):
         return {}
     weight = batch.tokens["policy_weight"][counted]
+    # Weights of 0 alone have no direction at all: no sample is effective.
     squares = float((weight**2).sum())
     return {"async/ess": float(weight.sum()) ** 2 / (len(weight) * squares) if squares else 0.0}
 
@@ -57,6 +59,7 @@ def occupation(gauges: Mapping[str, float], clock: Clock, worked: float) -> dict
     """The source's own metrics when the step was taken, and the seconds in which the trainer, and the sampler, had nothing to
     do. `worked`: those in which training episodes were played."""
     return dict(gauges) | {
+        # Not the evaluation: there the trainer waits with r = 0, too.
         "time/trainer_idle": clock.seconds("rollout"),
         "time/sampler_idle": max(0.0, clock.elapsed - clock.seconds("eval") - worked),
         "time/publish": clock.seconds("sync"),

@@ -157,6 +157,7 @@ class GroupBuffer:
         """The (group, member) that is next to play, which waits no longer; None where nothing waits."""
         if not self._waiting:
             return None
+        # Of a group that was replaced nobody waits any more: it was finished, so all its members had begun.
         step, slot, member = heapq.heappop(self._waiting)
         return self._steps[step].groups[slot], member
 
@@ -208,6 +209,7 @@ class GroupBuffer:
         """Nobody plays any more: what is open will be begun again, from its record."""
         for step in self._steps.values():
             for group in step.groups.values():
+                # As in a snapshot: the run that goes on counts them when they begin again.
                 _uncount(group, group.counts)
                 group.playing.clear()
         self._waiting.clear()
@@ -340,6 +342,7 @@ def _written(group: Group) -> dict[str, Any]:  # Any: as `GroupBuffer.snapshot`
     # A copy: what is taken off here is taken off in the snapshot alone.
     counts = Counter(group.counts)
     _uncount(group, counts)
+    # An attempt whose environment was not yet reset has nothing behind it, and begins as one that waits.
     records = [[m, *kept.written(record)] for m, record in sorted(group.records.items()) if record.digests]
     return {
         "step": group.step,

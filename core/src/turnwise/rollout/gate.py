@@ -27,6 +27,7 @@ class Gate:
         """For the time of a request, which begins when the gate is open."""
         while self.closed:  # it may have been closed again before this task came to run
             await self._open.wait()
+        # No await since the gate was seen open: whoever closes it finds this request among those that fly.
         self.flying += 1
         try:
             yield

@@ -71,6 +71,8 @@ class Scheduler:
         """
         assert not self.settings.evaluation, "next_batch belongs to training"
         assert version <= step, "a step is trained before the weights that it makes are published"
+        # Before anything is admitted: at most r + 1 steps are held, and nothing else bounds what is finished. Within a
+        # bound of their own the groups of a later step could take all the room, and this one would never be whole.
         self.buffer.forget(step)
         for ahead in range(step, version + self.settings.async_generation_ratio + 1):
             if ahead not in self.buffer:
@@ -211,6 +213,7 @@ class Scheduler:
 
     def _fail(self, error: BaseException) -> None:
         """End what plays with this error; the first one counts."""
+        # What fails next mostly fails because of it: requests of an engine that is gone, one after the other.
         if self._failure is None:
             self._failure = error
         self._wake()
@@ -247,6 +250,8 @@ class Scheduler:
         while limit is None or len(self._tasks) < limit:
             if (waiting := self.buffer.start()) is None:
                 break
+            # It runs at the next await, after `_report` below. No gather: the first failure must be seen at once, not
+            # when the slowest episode has ended.
             task = asyncio.get_running_loop().create_task(self._member(*waiting))
             self._tasks.add(task)
             task.add_done_callback(partial(self._left, *waiting))

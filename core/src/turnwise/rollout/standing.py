@@ -15,6 +15,7 @@ class Standing:
     """Of the episodes in one process. `moved` counts every call that one of them begins or ends."""
 
     moved: int = 0
+    # By the spec's identity: two attempts at an episode are two.
     _at: dict[EpisodeSpec, tuple[str, float]] = field(factory=dict)
 
     def at(self, spec: EpisodeSpec, what: str) -> None:

@@ -23,6 +23,7 @@ class Watchdog:
         clock = asyncio.get_running_loop().time
         seen, since = self._executor.moved(), clock()
         while not future.done():
+            # Not `wait_for`, which would cancel the future that others still set.
             await asyncio.wait([future], timeout=min(self._timeout / 10, 5.0))
             if (now := self._executor.moved()) != seen:
                 seen, since = now, clock()
