@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ WAYS = ("between_batches", "between_turns", "between_tokens")
 SECONDS = 120
 """What one run may take, on a machine that does other things as well."""
 AGAIN = 0.4
-"""How often a resumed run is killed, too."""
 UNTIMED = ("time/", "tps/", "system/", "async/groups/", "resume/")
 CONFIG = {
     "max_steps": STEPS,
@@ -73,6 +72,33 @@ PHASES = {
 }
 
 
+def _alone(folder: Path) -> None:
+    """Nothing."""
+
+
+@frozen
+class Target:
+    """What is killed: runs of one `weight_update`, and of `overrides`. `phases`: what the driver can be at. `prepared`:
+    makes a run's folder ready. `began`: in the driver, before anything. `ended`: ends what a killed driver leaves.
+    `seconds`: what one run may take. `started`: kills come after its first phase has begun. `again`: how often a resumed
+    run is killed, too."""
+
+    way: str
+    name: str
+    overrides: tuple[str, ...] = ()
+    phases: Mapping[str, str] = PHASES
+    prepared: Callable[[Path], None] = _alone
+    began: Callable[[Path], None] = _alone
+    ended: Callable[[Path], None] = _alone
+    seconds: int = SECONDS
+    started: bool = False
+    again: float = AGAIN
+
+    def settings(self, ratio: int) -> list[str]:
+        """The overrides of a run."""
+        return [f"weight_update={self.way}", f"async_generation_ratio={ratio}", *self.overrides]
+
+
 @frozen
 class Killed:
     """What became of one run: how often it was killed, in which phases, and what should not be."""
@@ -81,11 +107,6 @@ class Killed:
     phases: Counter[str]
     replayed: int
     faults: list[str]
-
-
-def settings(way: str, ratio: int) -> list[str]:
-    """The overrides of a run."""
-    return [f"weight_update={way}", f"async_generation_ratio={ratio}"]
 
 
 # ---------------------------------------------------------------- in the process that is killed
@@ -136,17 +157,22 @@ def _slow_receive() -> None:
     FakeBackend.receive = receive  # type: ignore[method-assign]
 
 
-def _child(folder: Path, arguments: list[str], board: mmap.mmap) -> None:
+def _slowly(folder: Path) -> None:
+    """Every phase takes long enough to be hit."""
+    _slow_receive()
+    for name, seconds in (("update", 0.03), ("save", 0.05)):
+        _slow(FakeStrategy, name, seconds)
+
+
+def _child(folder: Path, arguments: list[str], board: mmap.mmap, target: Target) -> None:
     """The command line in a forked process, which notes in `board` how many calls are within each phase."""
     os.chdir(folder)
     with open("log.txt", "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    _slow_receive()
-    for name, seconds in (("update", 0.03), ("save", 0.05)):
-        _slow(FakeStrategy, name, seconds)
+    target.began(folder)
     _slow(queued, "write", 0.03)
-    for number, place in enumerate(PHASES.values()):
+    for number, place in enumerate(target.phases.values()):
         module, _, path = place.partition(":")
         *owners, name = path.split(".")
         owner = functools.reduce(getattr, owners, importlib.import_module(module))
@@ -159,30 +185,45 @@ def _child(folder: Path, arguments: list[str], board: mmap.mmap) -> None:
     main()
 
 
-def run(folder: Path, arguments: list[str], after: float | None) -> tuple[int, list[str], float]:
-    """Exit code (negative: the signal), the phases in which it was at its end, and its seconds. `after`: when it gets
-    SIGKILL."""
-    board = mmap.mmap(-1, len(PHASES))
+@frozen
+class Ended:
+    """Exit code of a run (negative: the signal), the phases in which it was at its end, its seconds, and how long of
+    these it was at any phase, from the first to the last."""
+
+    code: int
+    phases: list[str]
+    seconds: float
+    at_work: float
+
+
+def run(target: Target, folder: Path, arguments: list[str], after: float | None) -> Ended:
+    """One run. `after`: when it gets SIGKILL, in seconds since its first phase began where `target.started`."""
+    board = mmap.mmap(-1, len(target.phases))
     began = time.monotonic()
+    first = last = began if not target.started else 0.0
     child = os.fork()
     if child == 0:
         code = 70
         try:
-            _child(folder, arguments, board)
+            _child(folder, arguments, board, target)
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         finally:
             os._exit(code)
-    signalled, limit = False, began + SECONDS
+    signalled, limit = False, began + target.seconds
     while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         now = time.monotonic()
-        if not signalled and now >= min(limit, began + (SECONDS if after is None else after)):
+        if any(board[:]):
+            first, last = first or now, now
+        due = after is not None and first and now >= first + after
+        if not signalled and (due or now >= limit):
             os.kill(child, signal.SIGKILL)
             signalled = True
         time.sleep(0.002)
     seconds = time.monotonic() - began
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return status, [name for number, name in enumerate(PHASES) if board[number]], seconds
+    target.ended(folder)
+    return Ended(status, [name for number, name in enumerate(target.phases) if board[number]], seconds, last - first)
 
 
 # ---------------------------------------------------------------- what a run left
@@ -240,7 +281,7 @@ def _lost(folder: Path, ratio: int) -> list[str]:
     return faults
 
 
-def faults_of(folder: Path, whole: Path, way: str, ratio: int) -> list[str]:
+def faults_of(folder: Path, whole: Path, target: Target, ratio: int) -> list[str]:
     """What should not be, of a run that came to its end."""
     left = sorted(path.name for path in (folder / "out/checkpoints").iterdir())
     faults = (
@@ -248,65 +289,75 @@ def faults_of(folder: Path, whole: Path, way: str, ratio: int) -> list[str]:
         if left == (kept := sorted(p.name for p in (whole / "out/checkpoints").iterdir()))
         else [f"checkpoints {left}, not {kept}"]
     )
-    return faults + (_differences(folder, whole) if way == "between_batches" else []) + _lost(folder, ratio)
+    return faults + (_differences(folder, whole) if target.way == "between_batches" else []) + _lost(folder, ratio)
 
 
-def play(folder: Path, way: str, ratio: int) -> float:
-    """The seconds of a run that is not killed."""
+def _prepared(target: Target, folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "run.yaml").write_text(written(FAKES, CONFIG), encoding="utf-8")
-    code, _, seconds = run(folder, settings(way, ratio), None)
-    assert code == 0, (folder / "log.txt").read_text()
-    return seconds
+    target.prepared(folder)
 
 
-def killed(folder: Path, whole: Path, way: str, ratio: int, length: float, rng: random.Random) -> Killed:
+def play(target: Target, folder: Path, ratio: int) -> Ended:
+    """A run that is not killed."""
+    _prepared(target, folder)
+    whole = run(target, folder, target.settings(ratio), None)
+    assert whole.code == 0, (folder / "log.txt").read_text()
+    return whole
+
+
+def killed(target: Target, folder: Path, whole: Path, ratio: int, unhurt: Ended, rng: random.Random) -> Killed:
     """Kill a run once at least, resume it until its end, and judge what it left."""
-    folder.mkdir(parents=True)
-    (folder / "run.yaml").write_text(written(FAKES, CONFIG), encoding="utf-8")
+    _prepared(target, folder)
     kills, phases, again = 0, Counter[str](), True
     while True:
         resume = [] if kills == 0 else ["resume_from_checkpoint=true"]
-        after = rng.uniform(0, length) if again else None
-        code, at, seconds = run(folder, settings(way, ratio) + resume, after)
-        if code == -signal.SIGKILL and seconds < SECONDS:
+        after = rng.uniform(0, unhurt.at_work if target.started else unhurt.seconds) if again else None
+        end = run(target, folder, target.settings(ratio) + resume, after)
+        code = end.code
+        if code == -signal.SIGKILL and end.seconds < target.seconds:
             kills += 1
-            phases.update(at or ["between them"])
-            again = rng.random() < AGAIN
+            phases.update(end.phases or ["between them"])
+            again = rng.random() < target.again
             continue
         if code != 0:
             told = (folder / "log.txt").read_text()[-2000:]
             return Killed(kills, phases, 0, [f"{'hang' if code < 0 else f'exit {code}'}: {told}"])
         replays = [line.get("resume/replayed", 0) for line in _metrics(folder, timed=True)]
-        return Killed(kills, phases, int(max(replays)), faults_of(folder, whole, way, ratio))
+        return Killed(kills, phases, int(max(replays)), faults_of(folder, whole, target, ratio))
 
 
-def attack(way: str, count: int, seed: int, work: Path) -> tuple[list[Killed], list[str]]:
+def attack(target: Target, count: int, seed: int, work: Path) -> tuple[list[Killed], list[str]]:
     """Runs of r = 1 and 2 in turn, until `count` kills hit; and the faults, each with its run."""
-    rng = random.Random(f"{seed}:{way}")
-    lengths = {ratio: play(work / f"{way}-whole-{ratio}", way, ratio) for ratio in (1, 2)}
+    way, rng = target.name, random.Random(f"{seed}:{target.name}")
+    unhurt = {ratio: play(target, work / f"whole-{ratio}", ratio) for ratio in (1, 2)}
     runs: list[Killed] = []
     faults: list[str] = []
     while sum(one.kills for one in runs) < count:
         ratio = 1 + len(runs) % 2
-        one = killed(work / f"{way}-{len(runs)}", work / f"{way}-whole-{ratio}", way, ratio, lengths[ratio], rng)
+        one = killed(target, work / f"run-{len(runs)}", work / f"whole-{ratio}", ratio, unhurt[ratio], rng)
         faults += [f"{way}, r = {ratio}, run {len(runs)}, killed {one.kills} times: {fault}" for fault in one.faults]
         runs.append(one)
+        print(
+            f"{way}: {sum(one.kills for one in runs)} kills in {len(runs)} runs, {len(faults)} faults",
+            file=sys.stderr,
+            flush=True,
+        )
     return runs, faults
 
 
-def main_by_hand(count: int = 50, seed: int = 0) -> int:
+def by_hand(targets: Iterable[Target], count: int = 50, seed: int = 0) -> int:
     """Kill `count` times in each way, print every fault and a line for each way; how many faults."""
     found = 0
-    for way in WAYS:
+    for target in targets:
         reset_registry()
         with tempfile.TemporaryDirectory() as folder:
-            runs, faults = attack(way, count, seed, Path(folder))
+            runs, faults = attack(target, count, seed, Path(folder))
         for fault in faults:
             print(fault)
         phases = sum((one.phases for one in runs), Counter[str]())
         print(
-            f"{way}: {sum(one.kills for one in runs)} kills in {len(runs)} runs, {sum(bool(r.faults) for r in runs)}"
+            f"{target.name}: {sum(one.kills for one in runs)} kills in {len(runs)} runs, {sum(bool(r.faults) for r in runs)}"
             f" runs with faults, {sum(one.replayed for one in runs)} episodes replayed; killed while",
             ", ".join(f"{name} {n}" for name, n in phases.most_common()),
             flush=True,
@@ -316,4 +367,4 @@ def main_by_hand(count: int = 50, seed: int = 0) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(1 if main_by_hand(*map(int, sys.argv[1:3])) else 0)
+    sys.exit(1 if by_hand([Target(way, way, began=_slowly) for way in WAYS], *map(int, sys.argv[1:3])) else 0)

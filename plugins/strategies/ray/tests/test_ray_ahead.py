@@ -16,7 +16,7 @@ from turnwise.testing.runs import LAKE, written
 
 pytest.importorskip("ray", reason="ray is not installed")
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow]
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS, GROUPS, SIZE = 4, 2, 4
 CHANGES = {
@@ -90,3 +90,74 @@ def test_weights_that_come_while_episodes_are_open(run: Ahead, way: str, workers
     assert max(line["async/staleness/max"] for line in run.lines()[:-1]) == 1
     assert all(line["async/version_span"] <= (way == "between_tokens") for line in run.lines()[:-1])
     assert "Traceback" not in done.stderr
+
+
+DYING = """\
+import os, signal
+from pathlib import Path
+from turnwise import Implementation, hookimpl
+from turnwise_hf.backend import HfBackend
+from turnwise_hf.config import HfConfig
+from turnwise_torch.config import TorchConfig
+from turnwise_torch.strategy import TorchStrategy
+
+class Noted(HfBackend):
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        Path("sampler").write_text(str(os.getpid()))
+
+class Dying(TorchStrategy):
+    # Ends the process that is named in the file AIMED_AT, once, in the second step.
+    asked = 0
+    def update(self, update):
+        self.asked += 1
+        if self.asked == 3 and Path("AIMED_AT").exists():
+            who = Path("AIMED_AT").read_text()
+            Path("AIMED_AT").unlink()
+            os.kill(os.getpid() if who == "trainer" else int(Path(who).read_text()), signal.SIGKILL)
+        return super().update(update)
+
+@hookimpl
+def train_strategies():
+    return [Implementation("dying", Dying, TorchConfig)]
+
+@hookimpl
+def inference_backends():
+    return [Implementation("noted", Noted, HfConfig)]
+"""
+
+
+def aimed(run: Ahead, who: str) -> None:
+    """A run in which this process gets SIGKILL while the second step is trained."""
+    (run.folder / "dying.py").write_text(DYING)
+    (run.folder / "AIMED_AT").write_text(who)
+    run.write(
+        "./dying.py",
+        actor_train__strategy_args__strategy_name="dying",
+        actor_infer__strategy_args__strategy_name="noted",
+    )
+
+
+@pytest.mark.parametrize(("way", "workers"), [("between_batches", 0), ("between_turns", 2), ("between_tokens", 2)])
+def test_the_only_engine_dies_while_the_trainer_trains_and_the_run_goes_on(run: Ahead, way: str, workers: int) -> None:
+    aimed(run, "sampler")
+    done = run.train(f"weight_update={way}", f"runtime.env_workers={workers}")
+    assert done.returncode == 0, done.stderr
+    run.is_whole()
+    assert "actor_infer.0 died: " in run.log()
+    assert "actor_infer.0 waits for the next weights, and every request for it" in run.log()
+
+
+def test_the_trainer_dies_and_the_checkpoint_goes_on(run: Ahead) -> None:
+    aimed(run, "trainer")
+    ahead = ["weight_update=between_tokens", "runtime.env_workers=2"]
+    done = run.train(*ahead)
+    assert done.returncode == 1, done.stderr
+    (error,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert "the process died in update" in error
+    assert "saved: out/checkpoints/checkpoint-000001" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("resume: ")
+    assert "Traceback" not in done.stderr
+    resumed = run.train(*ahead, "resume_from_checkpoint=true")
+    assert resumed.returncode == 0, resumed.stderr
+    run.is_whole()
