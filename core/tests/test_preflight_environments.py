@@ -80,6 +80,15 @@ def test_an_environment_whose_constructor_exits_is_reported_and_ends_nothing(toy
     )
 
 
+def test_what_an_environment_says_that_the_machine_lacks_is_the_machine_s(toy: Toy, tmp_path: Path) -> None:
+    envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
+    body = "    def __init__(self):\n        from turnwise.errors import MachineError\n"
+    body += "        raise MachineError('bad needs a piano, not found. Fix: buy one')\n"
+    findings = found(toy(plugins=plugin(tmp_path, environment(body)), custom_envs=envs))
+    assert findings.config == []
+    assert "custom_envs.Toy: bad needs a piano, not found. Fix: buy one" in findings.machine
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [

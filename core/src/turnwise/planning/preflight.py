@@ -73,7 +73,8 @@ def preflight(config: RunConfig, base: Path, lacks: Sequence[str] = (), missing:
         f"{kind} {name!r} needs {package}, not installed. Fix: install it, or name another"
         for kind, name, package in _missing_packages(config)
     ]
-    wrong += _environment_problems(config, base)
+    for problem in _environment_problems(config, base):
+        (lacks if problem.machine else wrong).append(problem.text)
     if not wrong:
         wrong += _source_problems(config, base)
     wrong += mock.problems(config)
@@ -336,18 +337,19 @@ def chosen(config: RunConfig) -> Iterator[tuple[str, Choice]]:
         yield from (("inference_backend", c) for c in env.samplers.values())
 
 
-def _environment_problems(config: RunConfig, base: Path) -> list[str]:
+def _environment_problems(config: RunConfig, base: Path) -> list[Problem]:
     """Build one environment and the manager of every tag that is played."""
-    problems = []
+    problems: list[Problem] = []
     for manager in (config.train_env_manager, config.val_env_manager):
         if manager is None or any(_absent(config.custom_envs[tag].env_type) for tag in manager.tags):
             continue
         try:
             assembly.tag_plans(config, manager, GeneratingArgs(), base)
         except TurnwiseError as error:
-            problems += str(error).split("\n")
+            lacks = isinstance(error, MachineError)
+            problems += [Problem("", line, machine=lacks) for line in str(error).split("\n")]
         except (ValueError, TypeError) as error:
-            problems.append(f"custom_envs: {one_line(error)}. Fix: correct env_config, or the environment")
+            problems.append(Problem("", f"custom_envs: {one_line(error)}. Fix: correct env_config, or the environment"))
     return problems
 
 

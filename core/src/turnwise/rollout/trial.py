@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, SupportsIndex, TypeVar
 
-from turnwise.errors import ConfigError, PluginError, one_line
+from turnwise.errors import ConfigError, MachineError, PluginError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +28,16 @@ def number_of_tasks(
     """How many tasks a data-set environment holds; None for the others.
 
     `name` and `options` (env_config) are for the message. Raises ConfigError (its constructor or its `num_tasks`
-    raised, did not end within `timeout` seconds, or is no number of tasks) and PluginError (no such environment). What
-    hangs is left behind on its daemon thread.
+    raised, did not end within `timeout` seconds, or is no number of tasks) PluginError (no such environment) and
+    MachineError (its constructor said what this machine lacks). What hangs is left behind on its daemon thread.
     """
     who = f"the environment {name!r}"
     try:
         environment = _within(timeout, build)
     except PluginError:
         raise
+    except MachineError as error:
+        raise MachineError(f"custom_envs.{tag}: {error}") from error
     except TimeoutError as error:
         raise ConfigError(
             f"custom_envs.{tag}: {who} was not built within reset_timeout = {timeout:g} s. "

@@ -156,9 +156,7 @@ def test_threads_share_the_checkers() -> None:
 
 @verified
 def test_a_known_answer_that_is_no_mathematics_fails_the_episode() -> None:
-    with pytest.raises(
-        EnvironmentFailure, match=r"the answer '\$' of a.jsonl, line 1 is no mathematics .*Fix: repair"
-    ):
+    with pytest.raises(EnvironmentFailure, match=r"the answer '\$' of a.jsonl, line 1 is no mathematics .*Fix: repair"):
         Math().judge(task("$"), "12")
 
 
