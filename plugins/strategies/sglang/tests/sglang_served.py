@@ -37,19 +37,23 @@ async def together(backend: SglangBackend, *requests: Request) -> list[Generatio
     return list(await asyncio.gather(*map(backend.generate, requests)))
 
 
-async def long_ones(backend: SglangBackend, temperature: float = 0.0) -> dict[Request, Generation]:
-    """Requests with their answers, the longest first: one of hundreds of tokens, which weights can meet on its way. It
-    comes as a stream."""
-    every = [ask(k, limit=480, ids=(k,), temperature=temperature) for k in range(10, 22)]
-    answers = zip(every, await together(backend, *every), strict=True)
+async def longest_first(backend: SglangBackend, requests: Sequence[Request]) -> dict[Request, Generation]:
+    """The requests with their answers, in an order for `under_way`: the first answer is the longest, and comes as a
+    stream."""
+    answers = zip(requests, await together(backend, *requests), strict=True)
     (first, longest), *others = sorted(answers, key=lambda pair: -len(pair[1].ids))
     return {evolve(first, args=evolve(first.args, stop_strings=(NEVER,))): longest, **dict(others)}
+
+
+async def long_ones(backend: SglangBackend, temperature: float = 0.0) -> dict[Request, Generation]:
+    """As `longest_first`: the longest has hundreds of tokens, so that weights can meet it on its way."""
+    return await longest_first(backend, [ask(k, 480, (k,), temperature=temperature) for k in range(10, 22)])
 
 
 async def under_way(
     backend: SglangBackend, requests: Sequence[Request], tokens: int = 8
 ) -> list[asyncio.Task[Generation]]:
-    """The tasks of `long_ones`, as soon as the first response has so many tokens."""
+    """The tasks of requests of `longest_first`, as soon as the first response has so many tokens."""
     assert backend.links.current is not None
     api, reached = backend.links.current.api, asyncio.Event()
     stream = api.stream

@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from sglang_served import ROUNDS, longest_first, under_way
 
 from turnwise.contracts.inference import GeneratingArgs, Request
 from turnwise.contracts.train import Lora, Offer
@@ -172,26 +172,21 @@ def test_an_adapter_that_arrives_in_mid_generation_divides_the_response(
     backend: SglangBackend, run: Any, adapters: Adapters
 ) -> None:
     """Tokens before the cut are the old adapter's, those after it the new one's, recomputed from the ids."""
-    requests = [ask(seed, limit=400, ids=(12,)) for seed in range(12)]
+    run(bring(backend, adapters(2), 5, "safetensors"))
+    requests = list(run(longest_first(backend, [ask(seed, limit=400, ids=(12,)) for seed in range(12)])))
 
-    async def scene(version: int, folder: Path, wait: float) -> list[Generation]:
-        tasks = [asyncio.create_task(backend.generate(request)) for request in requests]
-        await asyncio.sleep(wait)
+    async def scene(version: int, folder: Path) -> list[Generation]:
+        tasks = await under_way(backend, requests)
         assert await bring(backend, folder, version, "shared_memory") == version
         return list(await asyncio.gather(*tasks))
 
     def divided(answers: list[Generation]) -> list[tuple[Request, Generation]]:
         return [(r, a) for r, a in zip(requests, answers, strict=True) if len(set(a.versions.tolist())) == 2]
 
-    for wait in (
-        0.3,
-        0.1,
-        1.0,
-        3.0,
-    ):  # until some are under way, and not all at their end: how long that is depends on the machine
-        run(bring(backend, adapters(2), 5, "safetensors"))
-        if found := divided(run(scene(6, adapters(1), wait))):
+    for _ in range(ROUNDS):
+        if found := divided(run(scene(6, adapters(1)))):
             break
+        run(bring(backend, adapters(2), 5, "safetensors"))
     request, answer = found[0]
     assert answer.versions.tolist() == sorted(answer.versions.tolist())
     for version, seed in ((5, 2), (6, 1)):
@@ -199,10 +194,10 @@ def test_an_adapter_that_arrives_in_mid_generation_divides_the_response(
         assert differences(request, answer, adapters(seed))[of].max() < ATOL
         assert differences(request, answer, adapters(3 - seed))[of].max() > 0.1
     for version in range(7, 17):  # equal weights: the cut leaves no trace in the tokens
-        if divided(same := run(scene(version, adapters(1), wait))):
+        if divided(same := run(scene(version, adapters(1)))):
             break
     assert divided(same)
-    whole = run(scene(17, adapters(1), wait))
+    whole = run(scene(17, adapters(1)))
     assert [a.ids.tolist() for a in same] == [a.ids.tolist() for a in whole]
 
 
@@ -231,17 +226,13 @@ def test_a_killed_server_is_replaced_with_the_adapter_it_had(
     backend: SglangBackend, run: Any, adapters: Adapters
 ) -> None:
     """The last test of this server."""
-    requests = [ask(seed, limit=300, ids=(12,)) for seed in range(8)]
 
     async def scene() -> tuple[list[Generation], list[Generation]]:
         await bring(backend, adapters(2), 10, "shared_memory")
-        begun = time.monotonic()
-        expected = list(await asyncio.gather(*map(backend.generate, requests)))
-        took = time.monotonic() - begun
-        tasks = [asyncio.create_task(backend.generate(request)) for request in requests]
-        await asyncio.sleep(took / 4)
+        expected = await longest_first(backend, [ask(seed, limit=300, ids=(12,)) for seed in range(8)])
+        tasks = await under_way(backend, list(expected))
         os.kill(backend.links.current.server.pid, signal.SIGKILL)  # type: ignore[union-attr]
-        return expected, list(await asyncio.gather(*tasks))
+        return list(expected.values()), list(await asyncio.gather(*tasks))
 
     expected, answers = run(scene())
     assert [a.ids.tolist() for a in answers] == [a.ids.tolist() for a in expected]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
+from sglang_served import ROUNDS, longest_first, under_way
 
 from turnwise.contracts.chat import ModelSourceContext
 from turnwise.contracts.inference import GeneratingArgs, Request
@@ -150,35 +150,22 @@ def test_log_probs_with_images_are_the_models_before_and_after_updates(
 def test_an_update_in_mid_generation_computes_the_images_anew(
     backend: SglangBackend, run: Any, chat: Any, folders: Any
 ) -> None:
-    requests = [ask(chat, seed, picture(seed, 56, 84), limit=300) for seed in range(24)]
     token = Vision(folders(0)).token
 
-    async def scene(version: int, wait: float) -> list[tuple[Request, Generation]]:
-        tasks = [asyncio.create_task(backend.generate(request)) for request in requests]
-        await asyncio.sleep(wait)
-        await backend.receive(Offer("safetensors", version, {"folder": str(folders(1))}))
-        answers = [judged(answer, token) for answer in await asyncio.gather(*tasks)]
-        return [(r, a) for r, a in zip(requests, answers, strict=True) if len(set(a.versions.tolist())) == 2]
+    async def scene(version: int) -> tuple[list[Request], list[Generation]]:
+        await backend.receive(Offer("safetensors", version, {"folder": str(folders(0))}))
+        requests = [ask(chat, seed, picture(seed, 56, 84), limit=300) for seed in range(24)]
+        tasks = await under_way(backend, requests := list(await longest_first(backend, requests)))
+        await backend.receive(Offer("safetensors", version + 1, {"folder": str(folders(1))}))
+        return requests, list(await asyncio.gather(*tasks))
 
-    async def undisturbed() -> float:
-        begun = time.monotonic()
-        await asyncio.gather(*map(backend.generate, requests))
-        return time.monotonic() - begun
-
-    version, cut = 3, []
-    for part in (0.5, 0.7, 0.6, 0.35, 0.8, 0.9, 0.45, 0.2) * 2:  # until the update meets responses in decoding
-        run(backend.receive(Offer("safetensors", version, {"folder": str(folders(0))})))
-        took = run(undisturbed())
-        run(
-            backend.receive(Offer("safetensors", version + 1, {"folder": str(folders(0))}))
-        )  # nothing is in the cache, as before
-        version += 2
-        if cut := run(scene(version, part * took)):
+    for version in range(3, 3 + 2 * ROUNDS, 2):
+        answers = [(request, judged(answer, token)) for request, answer in zip(*run(scene(version)), strict=True)]
+        if cut := [(r, a) for r, a in answers if len(set(a.versions.tolist())) == 2]:
             break
-        version += 1
     assert cut
     for request, answer in cut:
-        for of, model in ((version - 1, 0), (version, 1)):
+        for of, model in ((version, 0), (version + 1, 1)):
             assert differences(request, answer, folders(model))[answer.versions == of].max() < 1e-4
 
 
