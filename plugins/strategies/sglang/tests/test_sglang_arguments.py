@@ -151,6 +151,22 @@ def test_arguments_that_are_the_backends_own_are_refused(monkeypatch: pytest.Mon
     says(line, "$.actor_infer.strategy_args.strategy_config.port", "not the user's to set", "a free one is taken")
 
 
+@pytest.mark.parametrize("name", ["hicache_storage_backend", "enable_lmcache"])
+def test_caches_that_outlast_their_weights_are_refused_where_weights_come(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
+    monkeypatch.setattr(arguments, "_asked", lambda *_: {"unknown": [], "wrong": [], "known": []})
+    ours, attached = SglangConfig(engine_args={name: "file"}), SglangConfig(base_url="http://h:1")
+    (line,) = map(str, SglangBackend.check(ours, CONTEXT))
+    says(line, f"strategy_config.{name}: its caches outlast the weights", "Fix: leave it out")
+    (line,) = attach_problems(attached, CONTEXT, {**FACTS, name: "file"})
+    assert f"runs with {name}: its caches outlast the weights" in line
+    assert SglangBackend.check(ours, evolve(CONTEXT, updates=False)) == []
+    assert attach_problems(attached, evolve(CONTEXT, updates=False), {**FACTS, name: "file"}) == []
+    assert SglangBackend.check(SglangConfig(engine_args={name: None}), CONTEXT) == []
+
+
 def test_an_interpreter_that_cannot_be_asked_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(arguments, "installed", lambda python: "0.5.21")
     (lack,) = SglangBackend.check(SglangConfig(python=sys.executable, engine_args={"some_of_its_own": 1}), CONTEXT)

@@ -55,6 +55,9 @@ _FIELDS = (
     "disable_cuda_graph",
     "enable_deterministic_inference",
 )
+STALE = "its caches outlast the weights they were computed with, and would be read after an update"
+OUTLASTING = ("hicache_storage_backend", "enable_lmcache")
+"""What keeps caches outside the server, where flushing does not reach them; they are found again by their ids alone."""
 _ELSEWHERE = {"tensor_parallel_size": "tp_size", "pipeline_parallel_size": "pp_size", "data_parallel_size": "dp_size"}
 _ELSEWHERE |= {
     "gpu_memory_utilization": "mem_fraction_static",
@@ -249,6 +252,11 @@ def argument_problems(config: SglangConfig, context: InferenceContext) -> list[P
         Problem(f"{WHERE}.{name}", f"not the user's to set ({use}). Fix: leave it out")
         for name, use in OURS.items()
         if name in given
+    ]
+    problems += [
+        Problem(f"{WHERE}.{name}", f"{STALE}. Fix: leave it out")
+        for name in OUTLASTING
+        if context.updates and given.get(name)
     ]
     problems += [
         Problem(WHERE, f"sglang has no argument {name!r}. Fix: {_ELSEWHERE[name]}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from turnwise.contracts.inference import InferenceContext
 from turnwise_serving.models import DTYPES, other_model
-from turnwise_sglang.arguments import SPARE
+from turnwise_sglang.arguments import OUTLASTING, SPARE, STALE
 from turnwise_sglang.config import SglangConfig
 
 ALIASES = {"half": "float16", "float": "float32"}
@@ -47,6 +47,9 @@ def attach_problems(config: SglangConfig, context: InferenceContext, facts: dict
             " actor_train.model_args.lora_sync: merged"
         )
         problems.append(f"{where} runs without enable_lora, so it takes no adapters alone. {fix}")
+    for name in OUTLASTING:
+        if context.updates and facts.get(name):
+            problems.append(f"{where} runs with {name}: {STALE}. Fix: start it without")
     if int(facts.get("dp_size") or 1) != config.dp_size:
         problems.append(
             f"{where} has dp_size {facts.get('dp_size')}, the configuration {config.dp_size}. Fix: write the server's"
