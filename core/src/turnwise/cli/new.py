@@ -63,6 +63,7 @@ TEMPLATES = {
 }
 """Kind → its template. The files are in `templates/<kind>/` and `templates/common/`."""
 
+# The examples of the other kinds compute with arrays.
 WITH_NUMPY = frozenset(TEMPLATES) - {
     "environment",
     "inference_backend",
@@ -82,6 +83,7 @@ def scaffold(kind: str, name: str, into: Path) -> None:
     kind = resolve(kind)
     words = _words(kind, name)
     folder = into / words["distribution"]
+    # It may be somebody's work.
     if folder.exists():
         raise ConfigError(
             f"{folder} exists already and is left as it is. Fix: another name, another --into, or remove the folder."
@@ -123,6 +125,7 @@ def rendered(kind: str, words: dict[str, str]) -> dict[str, str]:
         for t in templates
         if t.name.endswith(SUFFIX)
     }
+    # Type checkers read the annotations of an installed package only where this file says so.
     return out | {f"src/{words['module']}/py.typed": ""}
 
 
@@ -149,6 +152,7 @@ def _words(kind: str, name: str) -> dict[str, str]:
         )
     parts = [part.lower() for part in re.split("[-_]", name)]
     lower, upper = (int(n) for n in __version__.split(".")[:2])
+    # Before 1.0 a minor version may change a contract: the plugin asks for the one that it was made with.
     needs = (
         f"turnwise>={lower}.{upper},<{lower}.{upper + 1}",
         *(("numpy>=1.26",) if kind in WITH_NUMPY else ()),

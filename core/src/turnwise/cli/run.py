@@ -52,6 +52,7 @@ def _findings(loaded: Loaded, path: Path) -> Findings:
 
 def train(path: Path, overrides: Sequence[str]) -> None:
     """Train; an error says what was saved and how to go on."""
+    # `checking`: what is missing here comes together with what preflight finds, and not alone.
     loaded = _loaded(path, overrides, checking=True)
     config = loaded.config
     refuse(_findings(loaded, path))
@@ -283,6 +284,7 @@ def check(path: Path, overrides: Sequence[str]) -> None:
         click.echo(f"machine: {line}", err=True)
     if findings.config or findings.machine:
         raise click.exceptions.Exit(2 if findings.config else 3)
+    # Only now: to look for drift episodes are played, which takes a configuration that works.
     for line in [*estimates.cpu_warnings(loaded.config, path.parent), *drift_warnings(loaded.config, path.parent)]:
         click.echo(f"warning: {line}", err=True)
     click.echo(f"{path}: ready to train")

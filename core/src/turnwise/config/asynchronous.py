@@ -33,6 +33,7 @@ def check_stalls(config: RunConfig, report: Report) -> RunConfig:
             f"{config.stall_timeout:g} is not above {'.'.join(path)} {longest:g}, for which one call may move nothing"
         )
         report.error(("stall_timeout",), f"{text}. Fix: raise it, or lower the other")
+    # Longer by half: a call that takes all of its time ends, and is retried or reported, before everything is given up.
     return evolve(config, stall_timeout=1.5 * longest)
 
 
@@ -50,6 +51,7 @@ def check_asynchronous(config: RunConfig, registry: Registry, report: Report) ->
             " corrects for their age"
         )
         report.error(("recompute_old_logprobs",), f"{text}. Fix: remove the key, or async_generation_ratio: 0")
+        # The correction stays off: it would only bring a second line about the same key.
         return config
     return _corrected(config, registry, report)
 
@@ -92,6 +94,7 @@ def _corrected(config: RunConfig, registry: Registry, report: Report) -> RunConf
             " true",
         )
         return config
+    # The default of the key bounds what two engines differ by; weights that are older differ by more.
     if not report.sources.wrote((*path, "is_weight", "upper_bound")):
         weight = evolve(weight, upper_bound=LARGEST_WEIGHT)
     report.note(

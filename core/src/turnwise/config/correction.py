@@ -16,6 +16,7 @@ def check_correction(config: RunConfig, registry: Registry, report: Report) -> N
     if correction is None:
         return
     weight = correction.is_weight
+    # Null is no bound: below that 0, above it none.
     if weight.enabled and (weight.lower_bound or 0.0) > (
         math.inf if weight.upper_bound is None else weight.upper_bound
     ):
@@ -28,11 +29,13 @@ def check_correction(config: RunConfig, registry: Registry, report: Report) -> N
             report.warn((*path, "filters", i), "has no effect: neither ratio_enabled nor diff_enabled is true")
         for on, name in ((one.ratio_enabled, "ratio"), (one.diff_enabled, "diff")):
             low, high = getattr(one, f"{name}_low"), getattr(one, f"{name}_high")
+            # Of a comparison that is switched off the bounds need not fit.
             if one.enabled and on and low > high:
                 report.error(
                     (*path, "filters", i, f"{name}_low"),
                     f"{low} is above {name}_high {high}: no token would train. Fix: lower it",
                 )
+    # Compared with themselves all ratios are 1: nothing would be corrected, and nothing would say so.
     if correction.active and config.recompute_old_logprobs == "false":
         text = (
             "false: then old log-probs are the sampler's, and train_infer_correction has nothing to compare them with"

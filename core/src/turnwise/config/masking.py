@@ -44,6 +44,7 @@ def without_secrets(plain: Any) -> Any:  # Any: YAML's data
 
 
 def _of_the_environment() -> dict[str, str]:
+    # A key reaches the configuration by other ways than `${oc.env:…}`, too: a shell puts it into an override.
     return {value: MASK for name, value in os.environ.items() if SECRET.search(name) and len(value) >= SHORTEST}
 
 

@@ -103,6 +103,7 @@ class Report:
 
     def error(self, path: Path, text: str) -> None:
         """A mistake; the run cannot start."""
+        # What was reported of a block is not reported again of all that is in it.
         if any(self.sources.written(path)[:cut] in self._reported for cut in range(1, len(path) + 1)):
             return
         where = self.sources.where(path)
@@ -114,6 +115,7 @@ class Report:
     def warn(self, path: Path, text: str) -> None:
         """Something that has no effect, or hardly the one that was meant."""
         line = self._line(path, text)
+        # A value that several roles take is spoken of once.
         if line not in self.warnings:
             self.warnings.append(line)
 

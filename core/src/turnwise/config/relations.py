@@ -34,6 +34,7 @@ def check_relations(config: RunConfig, registry: Registry, report: Report) -> Ru
     _without_effect(config, report)
     _adapters(config, report)
     _loss(config, registry, report)
+    # Before the correction is looked at: playing ahead may have switched it on.
     config = check_stalls(check_asynchronous(config, registry, report), report)
     check_correction(config, registry, report)
     _roles(config, report)
@@ -41,6 +42,7 @@ def check_relations(config: RunConfig, registry: Registry, report: Report) -> Ru
     check_updates(config, registry, report)
     _own(config, report)
     check_estimator(config, registry, report)
+    # Last: what is written of a role is checked also where this run does not load it.
     return _needed_roles(config, registry, report)
 
 
@@ -80,6 +82,7 @@ def _manager(config: RunConfig, name: str, report: Report) -> None:
         )
     batch_key = "rollout_batch_size" if name == "train_env_manager" else "val_batch_size"
     batch, product = getattr(config, batch_key), manager.num_env_groups * manager.group_size
+    # The field writes both, and a slip in one of them would be another batch that trains all the same.
     if batch is not None and batch != product:
         text = (
             f"{batch} is not num_env_groups {manager.num_env_groups} × group_size {manager.group_size} = {product} of"
@@ -155,6 +158,7 @@ def _schedule(config: RunConfig, report: Report) -> None:
 
 def _kl(config: RunConfig, report: Report) -> None:
     """The field's booleans must agree with the coefficients, which alone switch the terms on."""
+    # The field has switches beside its coefficients, and files in which they disagree: nobody can tell which was meant.
     for flag, coefficient in (("add_token_level_kl", "init_kl_coef"), ("use_kl_loss", "kl_loss_coef")):
         wanted, value = getattr(config, flag), getattr(config, coefficient)
         if wanted is not None and wanted != (value > 0):
@@ -184,6 +188,7 @@ def _own(config: RunConfig, report: Report) -> None:
     """What the chosen implementations' config classes say of the run (turnwise.contracts.capabilities.ChecksRun)."""
     for path, choice in _choices(config):
         for problem in _said(choice, config, path, report):
+            # An implementation speaks of its own options, or by `$.` of any key of the run.
             whole = problem.path.startswith("$.")
             key = (*(() if whole else path), *problem.path.removeprefix("$.").split(".")) if problem.path else path
             if problem.warning:
@@ -219,6 +224,7 @@ def _choices(config: RunConfig) -> Iterator[tuple[Path, Choice]]:
         yield (name,), getattr(config, name)
     for name in ("group_filters", "track_with", "baselines"):
         yield from (((name, i), choice) for i, choice in enumerate(getattr(config, name)))
+    # No environments: what their constructors take was checked by annotations.
     yield from ((("custom_envs", tag, "env_manager"), env.env_manager) for tag, env in config.custom_envs.items())
     for name in ROLES:
         role: Role | None = getattr(config, name)
@@ -242,6 +248,7 @@ def _without_effect(config: RunConfig, report: Report) -> None:
             report.warn(("actor_infer", key), "has no effect: the backend cuts its own batches (infer_batch_size)")
     estimator = config.adv_estimator
     options = fields_dict(type(estimator.config)) if estimator.config is not None else {}
+    # A KL penalty in the reward is discounted by it, whatever the estimator does.
     if config.gamma != 1.0 and "gamma" not in options and config.init_kl_coef == 0:
         report.warn(("gamma",), f"has no effect: adv_estimator {estimator.name!r} discounts no tokens")
     if config.value_clip is not None and config.critic is None:
@@ -279,6 +286,7 @@ def _trackers(config: RunConfig, report: Report) -> None:
     """Two loggers of one name would write the same files."""
     named = [choice.name for choice in config.track_with]
     for i, name in enumerate(named):
+        # What could not be looked up is reported already, however often.
         if name != UNKNOWN and name in named[:i]:
             report.error(("track_with", i), f"{name!r} is named twice. Fix: keep one")
 

@@ -21,6 +21,7 @@ def choose_runtime(config: RunConfig, registry: Registry, report: Report) -> Run
         return config
     role = next(_of_several(config), None)
     others = of_several_processes(registry)
+    # Of several nobody can say which was meant, and preflight names them all.
     if role is None or len(others) != 1:
         return config
     report.note(

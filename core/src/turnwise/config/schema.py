@@ -28,6 +28,7 @@ MANAGERS = ("train_env_manager", "val_env_manager")
 def key(default: Any, doc: str, within: Range | FileName | None = None) -> Any:
     """A configuration key: its default, its line in the reference, and the range of its values."""
     metadata = {"doc": doc, RANGE: within}
+    # Called anew for each configuration: two must not share a block.
     if isinstance(default, type) or callable(default):
         return field(factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

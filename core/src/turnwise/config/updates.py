@@ -35,6 +35,7 @@ def token_budget(config: RunConfig, role: Role, phase: Literal["train", "infer"]
 
 def data_parallel_size(role: Role) -> int:
     """How many ranks of a role see different rows, by its strategy's own arithmetic."""
+    # A role without numbers is one process.
     size = strategy_capabilities(role).data_parallel_size
     return int(size(max(1, len(role.device_mapping)))) if size is not None else 1
 

@@ -21,6 +21,7 @@ def device_problems(config: RunConfig, role: str) -> list[str]:
     if not assembly.runtime_capabilities(config).counts_devices:
         return []
     found = visible_gpus()
+    # Devices are numbered from 0, and a role may leave some out: the largest number says how many there must be.
     if mapping and max(mapping) >= found:
         needed = f"{role}: device_mapping needs {max(mapping) + 1} GPU{'s' if max(mapping) else ''}, found {found}"
         return [f"{needed}. {_FEWER}"]
@@ -78,6 +79,7 @@ def devices_given(config: RunConfig) -> int:
 def sleepless(config: RunConfig, role: str) -> list[str]:
     """A training role on GPUs that the sampler does not leave when its turn is over."""
     shared = assembly.turns(config).get(role)
+    # Where numbers are processes, or a cluster elsewhere, they are no GPUs of this machine.
     if not shared or not assembly.runtime_capabilities(config).counts_devices:
         return []
     why = assembly.backend_capabilities(config).cannot_sleep

@@ -25,6 +25,7 @@ def arithmetic(config: RunConfig) -> Values:
     The actor's numbers stand at the top, a critic's own under `critic` (None without one). Raises what
     `batch_adjust_mode` refuses.
     """
+    # Before step 0 and every eval_steps from there on.
     evaluations = math.ceil(config.max_steps / config.eval_steps) if config.eval_steps and config.val_env_manager else 0
     at_end = int(bool(evaluations and config.eval_at_end))
     episodes = sum(assembly.planned_episodes(config.val_env_manager).values()) if config.val_env_manager else 0
@@ -51,6 +52,7 @@ def staleness(config: RunConfig) -> Values | None:
     ratio = config.async_generation_ratio
     if not ratio:
         return None
+    # Beside the step that trains, the groups of so many more may be open.
     return {
         "steps": ratio,
         "groups": ratio * config.train_env_manager.num_env_groups,

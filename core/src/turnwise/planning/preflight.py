@@ -99,6 +99,7 @@ def refuse(findings: Findings) -> None:
 def _roles(config: RunConfig) -> Iterator[tuple[str, Choice | None]]:
     yield "actor_train", config.actor_train.strategy_args
     yield "actor_infer", config.actor_infer.strategy_args
+    # What is not loaded need not be here.
     if assembly.needs_reference(config):
         yield "reference", assembly.role_of(config, "reference").strategy_args
     if config.critic is not None:
@@ -253,6 +254,7 @@ def _other_problems(config: RunConfig) -> Iterator[str]:
         "batch_adjust": AdjustContext(rows_per_update(config.actor_train), config.rollout_batch_size),
     }
     for kind, choice in chosen(config):
+        # Roles were looked at with what they are built with; an environment that is nowhere was reported by the loader.
         if kind in ("inference_backend", "train_strategy") or (kind == "environment" and _absent(choice.name)):
             continue
         try:

@@ -107,6 +107,7 @@ SCHEDULES: dict[str, tuple[Callable[..., float], tuple[str, ...]]] = {
 
 ALIASES = {"wsd": "warmup_stable_decay"}
 SHAPES = ("linear", "cosine", "1-sqrt")
+# Schedules divide by them.
 POSITIVE = ("timescale", "num_decay_steps")
 
 

@@ -35,6 +35,7 @@ def choose(config: RunConfig) -> str:
     trainer, backend = assembly.train_plan(config, "actor_train", Path()), assembly.serve_plan(config, Path(), None)
     sampler = registry().find("inference_backend", backend.implementation).target()
     strategy = registry().find("train_strategy", trainer.implementation).target()
+    # First: it has no transport either, which is not what has to be changed.
     if sampler.input == "messages":
         raise ConfigError(
             f"$.actor_infer: {backend.implementation!r} gives no token ids, so nothing can be trained on its responses."
@@ -58,6 +59,7 @@ def _nothing(config: RunConfig, offered: tuple[str, ...], taken: tuple[str, ...]
     """Why no transport is left."""
     common = set(offered) & set(taken)
     dtypes = [config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype]
+    # Each cause with the key that would change it, the most particular first.
     if common == {"shared"} and config.async_generation_ratio:
         return (
             f"$.async_generation_ratio: {config.async_generation_ratio}: the weights of this backend are shared with"

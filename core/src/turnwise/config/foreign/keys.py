@@ -45,6 +45,7 @@ def _to_manager(edit: Edit) -> None:
         return
     target = ("custom_envs", tag, "env_manager", option)
     if edit.put(target, edit.value):
+        # The chosen manager may have no such option, which is a warning then: the file was written for another.
         edit.loose.add(target)
         edit.note(f"is {dotted(target)} here")
 
@@ -193,6 +194,7 @@ def _tracker_options(edit: Edit) -> None:
     if not isinstance(edit.value, dict) or not isinstance(names, list) or not all(isinstance(n, str) for n in names):
         edit.refuse("tracker_kwargs needs track_with: NAME beside it", "track_with: [{use: NAME, option: value}]")
         return
+    # Mappings under the names of trackers are theirs; anything else can only be the options of a single one.
     by_name = all(key in names and isinstance(value, dict) for key, value in edit.value.items())
     if not by_name and len(names) != 1:
         edit.refuse(
@@ -218,6 +220,7 @@ def _role_environment(edit: Edit) -> None:
     for role in [r for r in ROLES if r.startswith("actor") or isinstance(edit.data.get(r), dict)]:
         block = edit.data.setdefault(role, {})
         if isinstance(edit.value, dict) and isinstance(block, dict):
+            # What a role says of itself stands.
             own = block.get("system_envs") or {}
             block["system_envs"] = {**edit.value, **own}
             edit.report.sources.moved.update(
@@ -325,12 +328,14 @@ def _generating(block: str) -> tuple[Rule, ...]:
 
 RULES: tuple[Rule, ...] = (
     Rule("algorithm", _reserved, ""),
+    # First: what ROLL writes under a role or a tag is put where the rules below look for it.
     *ROLL_RULES,
     # --- the whole run
     Rule("hydra", ignore(), "Hydra does not run here; output_dir and logging_dir say where files go"),
     Rule("checkpoint_config", _checkpoint_config, "checkpoints go to output_dir"),
     Rule("prompt_length", _lengths, "a sample holds the prompt and the response"),
     Rule("response_length", _lengths, "the response alone"),
+    # Before num_return_sequences of the roles, which says the same number again and finds the groups made.
     Rule("num_return_sequences_in_group", _group_size, "the members of a group are the responses"),
     Rule("is_num_return_sequences_expand", ignore(), "there is always one request a member; the prefix cache shares the prompt"),
     Rule("reward_pretrain", ignore(), "there is no reward-model role; rewards come from the environments", free=True),
@@ -384,6 +389,6 @@ RULES: tuple[Rule, ...] = (
     Rule("custom_envs.TAG.use_thread_lock", _thread_lock, "one step at a time needs no lock"),
     Rule("max_actions_per_traj", _turns, "a turn is one action"),
     Rule("MANAGER.format_penalty", _manager_penalty, "the tag's manager finds the action"),
-    # --- features that this version lacks
+    # --- playing ahead
     Rule("async_generation_ratio", _ratio, "a number of batches"),
 )  # fmt: skip
