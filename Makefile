@@ -30,10 +30,10 @@ train-async: $(VENV)/.ready  ## the main job with the next batch played while th
 	$(BIN)/turnwise train examples/frozen_lake_async.yaml $(ARGS)
 
 test: $(VENV)/.ready  ## all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not matrix" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not matrix" $(ARGS)
 
 fuzz: $(VENV)/.ready  ## the property tests with 1,000 random examples each, others every time (make test: the same 100)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "hypothesis and not matrix" --hypothesis-profile explore $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "hypothesis and not matrix" --hypothesis-profile explore $(ARGS)
 
 # DeepSpeed, Megatron Core, Ray and vLLM live in one environment, SGLang with its own pins in another. Installed without dependencies: the
 # requirements are complete, and some engines ask for CUDA-linked packages that do not import on a CPU.

@@ -32,6 +32,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     os.close(config.stash[_terminal])
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: dealt out last, one of them would keep one process busy while the others wait."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 # A test over its time ends its process, by a watchdog that needs neither the interpreter nor the loop; xdist starts
 # another process for the tests left. An error that a signal raises, pytest-timeout's way, is swallowed by the tasks and
 # threads that hang, and the suite hangs with them.
