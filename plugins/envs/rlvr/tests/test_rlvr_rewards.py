@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from turnwise.errors import EnvironmentFailure, MachineError
-from turnwise_rlvr.checkers import Checkers
+from turnwise_rlvr.checkers import Checkers, _made
 from turnwise_rlvr.rewards.choice import Choice, letter_of
 from turnwise_rlvr.rewards.exact import Exact
 from turnwise_rlvr.rewards.math import Math
@@ -141,7 +141,12 @@ def test_a_checker_ends_itself_over_the_time() -> None:
 
 
 @verified
-def test_threads_share_the_checkers() -> None:
+def test_threads_share_the_checkers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that ask first at the same moment, too."""
+    made: list[Checkers] = []
+    real = Checkers.__init__
+    monkeypatch.setattr(Checkers, "__init__", lambda self, n: (made.append(self), real(self, n))[1])
+    _made.cache_clear()
     found: list[float] = []
     threads = [
         threading.Thread(target=lambda n=n: found.append(Math().judge(task(f"{n}/7"), f"${2 * n}/14$").score))  # type: ignore[misc]
@@ -152,6 +157,7 @@ def test_threads_share_the_checkers() -> None:
     for thread in threads:
         thread.join()
     assert found == [1.0] * 8
+    assert len(made) == 1
 
 
 @verified

@@ -11,7 +11,7 @@ def environments() -> list[Implementation]:
             "rlvr",
             target="turnwise_rlvr.rlvr:Rlvr",
             fixtures="turnwise_rlvr.fixtures:environment_fixture",
-            summary="questions of data sets whose answers are checked by rules: mathematics, exact text, choices",
+            summary="questions of data sets whose answers are checked by rules or a judge: mathematics, exact text, choices",
         )
     ]
 

@@ -12,11 +12,15 @@ import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from queue import LifoQueue
+from threading import Lock
 from typing import Any, Literal
 
 from turnwise.errors import EnvironmentFailure
 
 Outcome = Literal["right", "wrong", "slow", "unreadable"]
+
+
+_making = Lock()
 
 
 class Checkers:
@@ -28,12 +32,11 @@ class Checkers:
             self._free.put(None)
 
     @staticmethod
-    @lru_cache(maxsize=1)
     def shared() -> Checkers:
         """Those of this process."""
-        made = Checkers(min(4, os.cpu_count() or 1))
-        atexit.register(made.close)
-        return made
+        # Threads that ask first at the same moment must not have processes each.
+        with _making:
+            return _made()
 
     def compare(self, answers: Sequence[str], response: str, timeout: float) -> Outcome:
         """Whether a response's answer equals one of `answers`. `slow`: not within `timeout` seconds; `unreadable`: none of
@@ -61,6 +64,13 @@ class Checkers:
         """End all that wait."""
         for process in list(self._free.queue):
             _ended(process)
+
+
+@lru_cache(maxsize=1)
+def _made() -> Checkers:
+    made = Checkers(min(4, os.cpu_count() or 1))
+    atexit.register(made.close)
+    return made
 
 
 def _started() -> subprocess.Popen[str]:

@@ -3,6 +3,7 @@ fix."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,12 +46,12 @@ class Source:
 @frozen
 class RewardChoice:
     """One entry of `rewards`: `use` with its own `options`, the factor `weight`, and the tags of the rows that it is for
-    (empty: all). `options` are sorted."""
+    (empty: all). `options` are JSON, so that what was read once is known by them."""
 
     use: str
     weight: float = 1.0
     tags: tuple[str, ...] = ()
-    options: tuple[tuple[str, Any], ...] = ()
+    options: str = "{}"
 
 
 def sources(data: Any, columns: Mapping[str, str] | None) -> tuple[Source, ...]:
@@ -158,8 +159,6 @@ def _stamp(file: str) -> tuple[int, int]:
 
 def _frozen(value: Any) -> Any:
     """A value that can be a key: what is read once is known by its options."""
-    if isinstance(value, Mapping):
-        return tuple(sorted((str(key), _frozen(one)) for key, one in value.items()))
     return tuple(_frozen(one) for one in value) if isinstance(value, list) else value
 
 
@@ -173,7 +172,9 @@ def _reward(entry: Any, name: str) -> RewardChoice:
         use=entry["use"],
         weight=positive(f"{name}.weight", weight),
         tags=() if entry.get("tags") is None else texts(f"{name}.tags", entry["tags"]),
-        options=tuple(
-            sorted((str(key), _frozen(value)) for key, value in entry.items() if key not in ("use", "weight", "tags"))
+        options=json.dumps(
+            {str(key): value for key, value in entry.items() if key not in ("use", "weight", "tags")},
+            sort_keys=True,
+            default=str,
         ),
     )

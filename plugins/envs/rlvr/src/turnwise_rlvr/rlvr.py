@@ -116,7 +116,7 @@ class Rlvr:
         """The weighted score of an answer, whether every reward gives all, and what the first that does not says."""
         judges = [one for one in self._loaded.rewards if one.applies(task)]
         verdicts = [one.reward.judge(task, answer) if answer else Verdict(0.0, NO_ANSWER) for one in judges]
-        failed = [verdict for verdict in verdicts if verdict.score < 1]
+        failed = [verdict for verdict in verdicts if not verdict.right]
         self._metrics = {"no_answer": float(not answer)}
         for one, verdict in zip(judges, verdicts):
             self._metrics |= {f"score_{one.name}": verdict.score, **dict(verdict.metrics)}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
 
 from turnwise.errors import ConfigError, did_you_mean, listed
 from turnwise_rlvr.options import RewardChoice
@@ -17,6 +18,7 @@ REWARDS = {
     "math": "turnwise_rlvr.rewards.math:Math",
     "exact": "turnwise_rlvr.rewards.exact:Exact",
     "choice": "turnwise_rlvr.rewards.choice:Choice",
+    "judge": "turnwise_rlvr.rewards.judge:Judge",
 }
 """Name → class, imported when it is used."""
 ALIASES = {"rule": "math"}
@@ -28,11 +30,17 @@ ABSENT = {
 
 @frozen
 class Verdict:
-    """`score` from 0 to 1; `words`: what a model is told that may try again; `metrics`: numbers for the log."""
+    """`score` from 0 to 1; `words`: what a model is told that may try again; `metrics`: numbers for the log; `right`: whether
+    it will do (unless said otherwise, at 1)."""
 
     score: float
     words: str = ""
     metrics: tuple[tuple[str, float], ...] = ()
+    right: bool = field()
+
+    @right.default
+    def _all(self) -> bool:
+        return self.score >= 1
 
 
 class Reward(Protocol):
@@ -93,7 +101,7 @@ def _made(choice: RewardChoice) -> tuple[str, float, tuple[str, ...], Reward]:
     module, _, attribute = REWARDS[name].partition(":")
     target: Any = getattr(importlib.import_module(module), attribute)
     fields = [one.name for one in attrs.fields(target)]
-    options = dict(choice.options)
+    options = json.loads(choice.options)
     for key in options:
         if key not in fields:
             raise ConfigError(
