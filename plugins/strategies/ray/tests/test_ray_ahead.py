@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,12 @@ CHANGES = {
 }
 
 
+def ended(running: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code, and stderr."""
+    _, told = running.communicate(timeout=240)
+    return running.returncode, told
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
     return Ahead(tmp_path)
@@ -50,17 +58,20 @@ class Ahead:
         text = written(LAKE, keys | {key.replace("__", "."): value for key, value in changes.items()})
         (self.folder / "run.yaml").write_text(text)
 
-    def train(self, *overrides: str) -> subprocess.CompletedProcess[str]:
+    def start(self, *overrides: str) -> subprocess.Popen[str]:
         """A run, as the command line begins one."""
-        return subprocess.run(
+        return subprocess.Popen(
             [sys.executable, "-m", "turnwise.cli.main", "train", "run.yaml", *overrides],
             cwd=self.folder,
             env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=240,
-            check=False,
         )
+
+    def train(self, *overrides: str) -> tuple[int, str]:
+        """Exit code of a run, and what it wrote to stderr."""
+        return ended(self.start(*overrides))
 
     def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
         """A file of JSON lines."""
@@ -84,12 +95,12 @@ class Ahead:
 
 @pytest.mark.parametrize(("way", "workers"), [("between_turns", 2), ("between_tokens", 0)])
 def test_weights_that_come_while_episodes_are_open(run: Ahead, way: str, workers: int) -> None:
-    done = run.train(f"weight_update={way}", f"runtime.env_workers={workers}")
-    assert done.returncode == 0, done.stderr
+    code, told = run.train(f"weight_update={way}", f"runtime.env_workers={workers}")
+    assert code == 0, told
     run.is_whole()
     assert max(line["async/staleness/max"] for line in run.lines()[:-1]) == 1
     assert all(line["async/version_span"] <= (way == "between_tokens") for line in run.lines()[:-1])
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in told
 
 
 DYING = """\
@@ -141,8 +152,8 @@ def aimed(run: Ahead, who: str) -> None:
 @pytest.mark.parametrize(("way", "workers"), [("between_batches", 0), ("between_turns", 2), ("between_tokens", 2)])
 def test_the_only_engine_dies_while_the_trainer_trains_and_the_run_goes_on(run: Ahead, way: str, workers: int) -> None:
     aimed(run, "sampler")
-    done = run.train(f"weight_update={way}", f"runtime.env_workers={workers}")
-    assert done.returncode == 0, done.stderr
+    code, told = run.train(f"weight_update={way}", f"runtime.env_workers={workers}")
+    assert code == 0, told
     run.is_whole()
     assert "actor_infer.0 died: " in run.log()
     assert "actor_infer.0 waits for the next weights, and every request for it" in run.log()
@@ -151,13 +162,28 @@ def test_the_only_engine_dies_while_the_trainer_trains_and_the_run_goes_on(run: 
 def test_the_trainer_dies_and_the_checkpoint_goes_on(run: Ahead) -> None:
     aimed(run, "trainer")
     ahead = ["weight_update=between_tokens", "runtime.env_workers=2"]
-    done = run.train(*ahead)
-    assert done.returncode == 1, done.stderr
-    (error,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    code, told = run.train(*ahead)
+    assert code == 1, told
+    (error,) = (line for line in told.splitlines() if line.startswith("error: "))
     assert "the process died in update" in error
-    assert "saved: out/checkpoints/checkpoint-000001" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("resume: ")
-    assert "Traceback" not in done.stderr
-    resumed = run.train(*ahead, "resume_from_checkpoint=true")
-    assert resumed.returncode == 0, resumed.stderr
+    assert "saved: out/checkpoints/checkpoint-000001" in told
+    assert told.splitlines()[-1].startswith("resume: ")
+    assert "Traceback" not in told
+    code, resumed = run.train(*ahead, "resume_from_checkpoint=true")
+    assert code == 0, resumed
+    run.is_whole()
+
+
+def test_interrupted_with_open_episodes_the_run_goes_on_from_their_records(run: Ahead) -> None:
+    ahead = ["weight_update=between_turns", "runtime.env_workers=2"]
+    running = run.start(*ahead)
+    metrics = run.folder / "out" / "metrics.jsonl"
+    while running.poll() is None and not (metrics.exists() and run.lines()):
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    code, told = ended(running)
+    assert code == 130, told
+    assert "Traceback" not in told
+    code, resumed = run.train(*ahead, "resume_from_checkpoint=true")
+    assert code == 0, resumed
     run.is_whole()
