@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from attrs import evolve
 from worlds import CALM, Backend, Manager, batch, plan, schedule
@@ -55,6 +57,31 @@ def test_a_backend_that_cancels_a_request_ends_the_batch_instead_of_hanging_it()
 
     with pytest.raises(EngineError, match="cancelled an episode"):
         batch([plan([])], backend=Backend(answer))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_manager_no_longer_waits_for_is_aborted_when_its_episode_ends(fails: bool) -> None:
+    async def answer(request: Request) -> None:
+        if request.order[-1] == 9:
+            await asyncio.sleep(60)
+
+    class Impatient(Manager):
+        async def run(self, episode: Episode, sampler: Sampler) -> Trajectory:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0):
+                    await sampler.generate(turn=9, ids=np.array([1], np.int32), max_new_tokens=4)
+            if fails and episode.attempt == 0:
+                raise RuntimeError("no more")
+            return await super().run(episode, sampler)
+
+    async def run() -> None:
+        backend = Backend(answer)
+        scheduler = schedule([evolve(plan([]), manager=Impatient())], evolve(CALM, max_env_failure_rate=0.9), backend)
+        await scheduler.next_batch(0, version=0)
+        assert len(backend.aborted) == (8 if fails else 4)
+        await scheduler.close()
+
+    asyncio.run(run())
 
 
 class Odd(BaseException):

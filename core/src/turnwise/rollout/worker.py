@@ -66,9 +66,15 @@ class LocalExecutor:
         """As Executor.play."""
         self._playing += 1
         self.standing.at(spec, "its environment")
+        cancelled = False
         try:
             return await self._play(spec, stop)
+        except asyncio.CancelledError:  # with its batch: `abort` follows, for all at once
+            cancelled = True
+            raise
         finally:
+            if self._given_up and not cancelled:
+                await self.abort()
             self._playing -= 1
             self.standing.left(spec)
             if not self._playing:
