@@ -312,6 +312,36 @@ def test_closing_does_not_wait_for_a_server_of_ours_to_end_its_requests(tmp_path
     played(scene)
 
 
+def test_the_time_of_a_response_leaves_pauses_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    async def passes(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        for _ in range(9):
+            await asyncio.sleep(0)
+
+    async def scene() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+        server = Fake()
+        backend = built(tmp_path, server, request_timeout=10.0)
+        asking = asyncio.ensure_future(backend.generate(ask()))
+        while "/generate" not in server.calls:
+            await asyncio.sleep(0)
+        await passes(6)
+        await backend.pause()
+        await passes(100)
+        await backend.resume()
+        await passes(3)
+        assert not asking.done()
+        await passes(2)
+        assert asking.done()
+        with pytest.raises(EngineError, match=r"SGLang did not answer within request_timeout = 10 s\. Fix: raise it"):
+            await asking
+
+    asyncio.run(scene())
+
+
 def test_what_only_the_models_folder_says_is_asked_again_when_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

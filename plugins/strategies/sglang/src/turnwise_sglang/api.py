@@ -71,11 +71,5 @@ class Api(Client):
 
     def _slow(self, path: str, timeout: float | None) -> EngineError:
         # The key to raise, which differs by what was asked.
-        limit = (
-            "control_timeout"
-            if timeout is None
-            else "request_timeout"
-            if path == "/generate"
-            else "weight_sync_timeout"
-        )
+        limit = "control_timeout" if timeout is None else "weight_sync_timeout"
         return EngineError(f"SGLang at {self.url} did not answer {path} within {limit}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,9 +80,10 @@ class SglangBackend:
         # A response in progress names its adapter, and stages that share the layers sample on through a pause: it is
         # broken off, and goes on from its tokens as a new request.
         cut = config.pause_mode == "abort" or context.lora is not None or config.pp_size > 1
-        self._mode = "abort" if cut else "retract"
-        self._pauses = 0
-        self._running = Running()
+        self._mode, self._pauses = "abort" if cut else "retract", 0
+        # The second one's clocks, the only limit of a response, stand still while the server is paused.
+        late = f"SGLang did not answer within request_timeout = {config.request_timeout:g} s. Fix: raise it"
+        self._running, self._sampling = Running(), Running(config.request_timeout, late)
         self._aborts: set[asyncio.Task[None]] = set()
         # Set while requests may be sent; cleared by a pause, and by an update.
         self._awake = asyncio.Event()
@@ -168,9 +170,8 @@ class SglangBackend:
         return version
 
     async def pause(self) -> None:
-        """Stop sampling; requests are kept, by the server (`retract`) or here (`abort`, and those that come meanwhile).
-        A server that is not up, or that died since, is started: it takes longer than an offer of weights may wait.
-        Raises EngineError."""
+        """Stop sampling; requests are kept, by the server or here. A server that is not up, or that died since, is
+        started: it takes longer than an offer of weights may wait. Raises EngineError."""
         self._awake.clear()
         await self._paused()
 
@@ -183,6 +184,7 @@ class SglangBackend:
                     # What the server kept would go on with a mixture of weights.
                     await link.api.call("/abort_request", {"abort_all": True})
                 await link.api.post("/continue_generation", {"torch_empty_cache": False})
+        self._sampling.resume()
         self._awake.set()
 
     async def abort(self, request: Request) -> None:
@@ -232,9 +234,8 @@ class SglangBackend:
             rid, pauses = uuid.uuid4().hex, self._pauses
             name = {"lora_path": link.adapter} if link.adapter else {}
             try:
-                answer, length = await self._sampled(
-                    link, {**continued(payload, before), **name, "rid": rid}, request, before
-                )
+                sent = {**continued(payload, before), **name, "rid": rid}
+                answer, length = await self._sampling.of(request, self._sampled(link, sent, request, before))
             except Gone as error:
                 broken += 1
                 await self.links.lost(link, error)
@@ -281,12 +282,11 @@ class SglangBackend:
     ) -> tuple[dict[str, Any], int | None]:
         """The server's last answer, and how many ids of it and of the part `before` a stop string leaves (None: it did
         not end the response)."""
-        timeout = self._config.request_timeout
         if not payload["stream"]:
-            return await link.api.post("/generate", payload, timeout), None
+            return await link.api.post("/generate", payload, math.inf), None
         stops, length, answer = StopStrings(request, self._chat), None, None
         already = before["output_ids"] if before else []
-        async for answer in link.api.stream("/generate", payload, timeout):
+        async for answer in link.api.stream("/generate", payload, math.inf):
             if length is None and (length := stops.length([*already, *answer["output_ids"]])) is not None:
                 # The stream is read to its end: only the last answer says which weights sampled each token.
                 await link.api.call("/abort_request", {"rid": payload["rid"]})
@@ -319,6 +319,7 @@ class SglangBackend:
         """The server, in which nothing is sampled now; one that turns out to be dead is replaced first. Raises
         EngineError."""
         self._pauses += 1
+        self._sampling.pause()
         for _ in range(TRIES + self._config.restarts):
             link = await self.links.get()
             try:
