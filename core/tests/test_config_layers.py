@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from yaml_runs import Run, problems
 
-from turnwise.config import Loaded, load
+from turnwise.config import load
 from turnwise.config.foreign.translate import parse_devices
-from turnwise.errors import ConfigError
 from turnwise.plugins import Registry
-
-Run = Callable[..., Loaded]
-
-
-def problems(run: Run, text: str = "", *overrides: str, base: bool = True) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        run(text, *overrides, base=base)
-    return caught.value.problems
 
 
 def test_overrides_are_typed_and_applied_in_order(run_yaml: Run) -> None:

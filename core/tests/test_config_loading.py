@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from yaml_runs import Run, problems
 
-from turnwise.config import Loaded, load
+from turnwise.config import load
 from turnwise.config.source.yaml_file import parse_value
 from turnwise.errors import ConfigError
 from turnwise.plugins import Registry
-
-Run = Callable[..., Loaded]
-
-
-def problems(run: Run, text: str = "", *overrides: str, base: bool = True) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        run(text, *overrides, base=base)
-    return caught.value.problems
 
 
 def test_a_small_file_becomes_a_run_with_defaults(run_yaml: Run) -> None:

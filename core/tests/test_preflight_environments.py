@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from toy_runs import Toy, found, only, plugin
 
+from turnwise.planning.preflight import Findings
+
 
 def test_an_environment_that_cannot_be_built_is_reported_with_its_options(toy: Toy, tmp_path: Path) -> None:
     bad = "class Bad:\n    def __init__(self, size=1):\n        raise ValueError('size must be even')\n"
@@ -31,42 +33,29 @@ def test_an_environment_that_cannot_be_closed_is_still_one_to_play(toy: Toy, tmp
     assert found(toy(plugins=plugin(tmp_path, environment(f"    {close}")), custom_envs=envs)).config == []
 
 
-HANG = "import threading\n        threading.Event().wait(60)\n"
+def hanging(toy: Toy, tmp_path: Path, method: str) -> Findings:
+    """What is found where this method of the environment takes a minute, and may take a fifth of a second."""
+    body = environment(f"    {method}\n        import threading\n        threading.Event().wait(60)\n")
+    return found(
+        toy(
+            plugins=plugin(tmp_path, body),
+            custom_envs={"Toy": {"env_type": "bad", "env_manager": "fake"}},
+            train_env_manager={"num_env_groups": 2, "group_size": 2, "tags": ["Toy"], "reset_timeout": 0.2},
+            val_env_manager=None,
+            eval_steps=0,
+        )
+    )
 
 
 def test_an_environment_whose_constructor_hangs_is_reported_within_its_timeout(toy: Toy, tmp_path: Path) -> None:
-    body = environment(f"    def __init__(self):\n        {HANG}")
-    manager = {"num_env_groups": 2, "group_size": 2, "tags": ["Toy"], "reset_timeout": 0.2}
-    envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
-    line = only(
-        found(
-            toy(
-                plugins=plugin(tmp_path, body),
-                custom_envs=envs,
-                train_env_manager=manager,
-                val_env_manager=None,
-                eval_steps=0,
-            )
-        ).config
-    )
+    line = only(hanging(toy, tmp_path, "def __init__(self):").config)
     assert line.startswith("custom_envs.Toy: the environment 'bad' was not built within reset_timeout = 0.2 s. Fix:")
 
 
 def test_an_environment_whose_close_hangs_holds_nothing_up(
     toy: Toy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    body = environment(f"    def close(self):\n        {HANG}")
-    manager = {"num_env_groups": 2, "group_size": 2, "tags": ["Toy"], "reset_timeout": 0.2}
-    envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
-    findings = found(
-        toy(
-            plugins=plugin(tmp_path, body),
-            custom_envs=envs,
-            train_env_manager=manager,
-            val_env_manager=None,
-            eval_steps=0,
-        )
-    )
+    findings = hanging(toy, tmp_path, "def close(self):")
     assert findings.config == []
     assert "Toy.close did not end within 0.2 s" in caplog.text
 
@@ -123,13 +112,7 @@ def test_a_number_of_tasks_may_be_numpy_s_or_absent(toy: Toy, tmp_path: Path, co
 
 
 def test_a_number_of_tasks_that_is_never_known_is_reported_within_its_timeout(toy: Toy, tmp_path: Path) -> None:
-    body = environment(f"    @property\n    def num_tasks(self):\n        {HANG}")
-    manager = {"num_env_groups": 2, "group_size": 2, "tags": ["Toy"], "reset_timeout": 0.2}
-    envs = {"Toy": {"env_type": "bad", "env_manager": "fake"}}
-    path = toy(
-        plugins=plugin(tmp_path, body), custom_envs=envs, train_env_manager=manager, val_env_manager=None, eval_steps=0
-    )
-    line = only(found(path).config)
+    line = only(hanging(toy, tmp_path, "@property\n    def num_tasks(self):").config)
     assert line.startswith(
         "custom_envs.Toy: num_tasks of the environment 'bad' was not read within reset_timeout = 0.2 s. Fix:"
     )

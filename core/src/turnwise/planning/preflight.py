@@ -3,12 +3,10 @@ machine lacks."""
 
 from __future__ import annotations
 
-import inspect
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from attrs import evolve, frozen
 
@@ -21,10 +19,8 @@ from turnwise.contracts.inference import BackendCapabilities, GeneratingArgs
 from turnwise.contracts.logger import ChecksBefore
 from turnwise.contracts.train import StrategyCapabilities
 from turnwise.declared import declared
-from turnwise.entries import Entry
 from turnwise.errors import CheckpointError, ConfigError, MachineError, PluginError, Problem, TurnwiseError, one_line
-from turnwise.importing import StrangerError, guarded
-from turnwise.planning import assembly, builders, resume, transport
+from turnwise.planning import assembly, builders, implementations, resume, transport
 from turnwise.planning.device_problems import (
     at_the_same_time,
     device_problems,
@@ -114,15 +110,15 @@ def _role_problems(config: RunConfig, role: str, kind: str, choice: Choice | Non
         )
         return
     try:
-        entry = registry().find(kind, choice.name)
-        if entry.missing:
-            return
-        target = entry.target()
+        found = implementations.there(kind, choice)
     except PluginError as error:
         yield Problem("", str(error))
         return
-    if incomplete := _incomplete(entry, choice, target):
-        yield Problem("", incomplete)
+    if found is None:
+        return
+    entry, target = found
+    if lacks := implementations.incomplete(entry, choice, target):
+        yield Problem("", lacks)
         return
     # The model is prepared later, so the path is empty here, as the contracts say.
     plan = (
@@ -130,7 +126,7 @@ def _role_problems(config: RunConfig, role: str, kind: str, choice: Choice | Non
         if kind == "inference_backend"
         else assembly.train_plan(config, role, Path())
     )
-    yield from _said(kind, choice, entry, lambda: target.check(plan.config, plan.context))
+    yield from implementations.said(kind, choice, entry, lambda: target.check(plan.config, plan.context))
     try:
         declared(
             BackendCapabilities if kind == "inference_backend" else StrategyCapabilities, choice.name, choice.config
@@ -143,26 +139,13 @@ def _logger_problems(config: RunConfig) -> Iterator[Problem]:
     """What loggers say themselves, with the place of their options."""
     context = assembly.logger_context(config, {})
     for i, choice in enumerate(config.track_with):
-        target = _target("logger", choice)
+        target = implementations.target("logger", choice)
         if not isinstance(target, ChecksBefore):
             continue
         entry, options = registry().find("logger", choice.name), builders.config_of(choice)
-        for problem in _said("logger", choice, entry, partial(target.check, options, context)):
+        for problem in implementations.said("logger", choice, entry, partial(target.check, options, context)):
             where = ".".join([f"track_with[{i}]", *filter(None, [problem.path])])
             yield evolve(problem, path=where)
-
-
-def _said(kind: str, choice: Choice, entry: Entry, check: Callable[[], Iterable[Problem]]) -> list[Problem]:
-    """What an implementation's check finds; one that fails is a broken plugin."""
-    try:
-        with guarded():
-            said = list(check())
-            if odd := [one for one in said if not isinstance(one, Problem)]:
-                raise TypeError(f"it gave {odd[0]!r:.60}, which is no turnwise.errors.Problem")
-        return said
-    except StrangerError as failure:
-        why = f"its check failed: {one_line(failure.error)}. Fix: repair the plugin."
-        return [Problem("", f"{kind} {choice.name!r} (from {entry.owner}): {why}")]
 
 
 def _environment_variables(config: RunConfig) -> Iterator[str]:
@@ -184,8 +167,8 @@ def _transport_problems(config: RunConfig) -> list[str]:
         ("train_strategy", config.actor_train.strategy_args),
         ("inference_backend", config.actor_infer.strategy_args),
     ):
-        target = _target(kind, choice)
-        if target is None or _lacking(kind, target):
+        target = implementations.target(kind, choice)
+        if target is None or implementations.lacking(kind, target):
             return []
     try:
         chosen_transport = transport.choose(config)
@@ -196,14 +179,6 @@ def _transport_problems(config: RunConfig) -> list[str]:
     correction = config.train_infer_correction
     compared = correction is not None and correction.active and config.recompute_old_logprobs == "auto"
     return [transport.COMPARES_WITH_ITSELF] if compared and chosen_transport == "shared" else []
-
-
-def _target(kind: str, choice: Choice | None) -> Any:
-    """The class of a choice, None where it cannot be loaded (reported elsewhere)."""
-    try:
-        return registry().find(kind, choice.name).target() if choice is not None else None
-    except PluginError:
-        return None
 
 
 def schedule_problems(config: RunConfig) -> list[str]:
@@ -223,28 +198,6 @@ def schedule_problems(config: RunConfig) -> list[str]:
     return lines
 
 
-NEEDED = {
-    "train_strategy": ("transports", "check"),
-    "inference_backend": ("input", "transports", "check", "receivers"),
-    "advantage_estimator": ("token_rewards", "whiten", "normalization", "compute"),
-    "group_filter": ("keep",),
-    "batch_adjust": ("plan", "updates"),
-}
-"""What is read here of the classes of roles, and by the loop of the implementations that are built here."""
-
-
-def _lacking(kind: str, one: Any) -> list[str]:
-    """Members of its contract that an implementation does not have."""
-    return [name for name in NEEDED[kind] if not hasattr(one, name)]
-
-
-def _incomplete(entry: Entry, choice: Choice, one: Any) -> str:
-    """What an implementation does not have of its contract, as a line; the empty string for a whole one."""
-    lacks = _lacking(entry.kind, one)
-    who = f"{entry.kind} {choice.name!r} (from {entry.owner})"
-    return f"{who} lacks {', '.join(lacks)} of its contract. Fix: repair the plugin." if lacks else ""
-
-
 def _other_problems(config: RunConfig) -> Iterator[str]:
     """Implementations without a role: each is imported; those that are pure arithmetic are built, for they judge their
     settings."""
@@ -258,12 +211,11 @@ def _other_problems(config: RunConfig) -> Iterator[str]:
         if kind in ("inference_backend", "train_strategy") or (kind == "environment" and _absent(choice.name)):
             continue
         try:
-            entry = registry().find(kind, choice.name)
-            if entry.missing:
+            if (found := implementations.there(kind, choice)) is None:
                 continue
-            target = entry.target()
+            entry, target = found
             # Environments take keyword arguments, and managers are built with their tags by `_environment_problems`.
-            odd = "" if kind in ("environment", "env_manager") else _signature_problem(target, choice)
+            odd = "" if kind in ("environment", "env_manager") else implementations.signature_problem(target, choice)
             if odd:
                 yield (
                     f"{kind} {choice.name!r} (from {entry.owner}) cannot be built with (config, context): {odd}. Fix:"
@@ -271,26 +223,25 @@ def _other_problems(config: RunConfig) -> Iterator[str]:
                 )
             # Of the object: these members may be set where it is built.
             elif kind in contexts and (
-                incomplete := _incomplete(entry, choice, builders.build(kind, choice, contexts[kind]))
+                lacks := implementations.incomplete(entry, choice, builders.build(kind, choice, contexts[kind]))
             ):
-                yield incomplete
+                yield lacks
         except TurnwiseError as error:
             yield from str(error).split("\n")
         except Exception as error:  # a stranger's constructor may raise anything
+            owner = registry().find(kind, choice.name).owner
             yield (
-                f"{kind} {choice.name!r} (from {entry.owner}) cannot be built: {one_line(error)}. Fix: repair the"
+                f"{kind} {choice.name!r} (from {owner}) cannot be built: {one_line(error)}. Fix: repair the"
                 " plugin, or its options."
             )
     for choice in config.baselines:
-        target = _target("inference_backend", choice)
-        if target is not None and not _lacking("inference_backend", target) and target.input != "messages":
+        if _needs_a_model(choice):
             yield (
                 f"$.baselines: {choice.name!r} needs a model, so it is no baseline. Fix: name players, such as random."
             )
     for tag, env in config.custom_envs.items():
         for name, choice in env.samplers.items():
-            target = _target("inference_backend", choice)
-            if target is not None and not _lacking("inference_backend", target) and target.input != "messages":
+            if _needs_a_model(choice):
                 where = f"$.custom_envs.{tag}.samplers.{name}"
                 yield (
                     f"{where}: {choice.name!r} needs a model of its own, which a run does not place. Fix: name a"
@@ -298,16 +249,11 @@ def _other_problems(config: RunConfig) -> Iterator[str]:
                 )
 
 
-def _signature_problem(target: Any, choice: Choice) -> str:
-    """Why `target` cannot be called as plugins are, or the empty string."""
-    options = choice.options if choice.config is None else {}
-    try:
-        inspect.signature(target).bind(choice.config, None, **options)
-    except TypeError as error:
-        return str(error)
-    except ValueError:  # a class that has no signature
-        return ""
-    return ""
+def _needs_a_model(choice: Choice) -> bool:
+    """Whether a backend that is to play beside the policy is no player; False for one that cannot be asked."""
+    target = implementations.target("inference_backend", choice)
+    whole = target is not None and not implementations.lacking("inference_backend", target)
+    return whole and target.input != "messages"
 
 
 def _missing_packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
