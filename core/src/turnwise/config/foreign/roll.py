@@ -6,6 +6,7 @@ from __future__ import annotations
 import attrs
 
 from turnwise.config.foreign.translate import Edit, Rule, ignore
+from turnwise.config.foreign.verifiable import rewards
 from turnwise.config.problems import at
 from turnwise.config.schema import Role, RunConfig
 from turnwise.errors import PluginError
@@ -130,7 +131,7 @@ ROLL_RULES: tuple[Rule, ...] = (
     Rule("skip_mock_system_prompt", ignore(), "no system message is made up where none is given"),
     Rule("agent_runner_cls", ignore(), "managers play the episodes", free=True),
     Rule("env_manager_cls", ignore(), "each tag names its manager", free=True),
-    Rule("rewards", _not_agentic, "rewards come from the environments"),
+    Rule("rewards", rewards, "rewards come from the environments"),
     Rule("validation", _not_agentic, "evaluation plays environments"),
     Rule("MANAGER.system_envs", _same_process, "environments inherit the variables of the process that starts the run"),
     Rule("MANAGER.llm_proxy", _proxy, "the manager asks the sampler itself"),
