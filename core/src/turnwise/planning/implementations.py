@@ -23,13 +23,14 @@ NEEDED = {
 """What is read here of the classes of roles, and by the loop of the implementations that are built here."""
 
 
+# Any: the class of a stranger
 def there(kind: str, choice: Choice) -> tuple[Entry, Any] | None:
     """A choice's entry and class; None where packages are missing, which is the machine's lack. Raises PluginError."""
     entry = registry().find(kind, choice.name)
     return None if entry.missing else (entry, entry.target())
 
 
-def target(kind: str, choice: Choice | None) -> Any:
+def target(kind: str, choice: Choice | None) -> Any:  # Any: the class of a stranger
     """The class of a choice, None where it cannot be loaded (reported elsewhere)."""
     try:
         return registry().find(kind, choice.name).target() if choice is not None else None
@@ -37,19 +38,19 @@ def target(kind: str, choice: Choice | None) -> Any:
         return None
 
 
-def lacking(kind: str, one: Any) -> list[str]:
+def lacking(kind: str, one: Any) -> list[str]:  # Any: the class of a stranger, or what it builds
     """Members of its contract that an implementation does not have."""
     return [name for name in NEEDED[kind] if not hasattr(one, name)]
 
 
-def incomplete(entry: Entry, choice: Choice, one: Any) -> str:
+def incomplete(entry: Entry, choice: Choice, one: Any) -> str:  # Any: as in `lacking`
     """What an implementation does not have of its contract, as a line; the empty string for a whole one."""
     lacks = lacking(entry.kind, one)
     who = f"{entry.kind} {choice.name!r} (from {entry.owner})"
     return f"{who} lacks {', '.join(lacks)} of its contract. Fix: repair the plugin." if lacks else ""
 
 
-def signature_problem(target: Any, choice: Choice) -> str:
+def signature_problem(target: Any, choice: Choice) -> str:  # Any: the class of a stranger
     """Why `target` cannot be called as plugins are, or the empty string."""
     options = choice.options if choice.config is None else {}
     try:
