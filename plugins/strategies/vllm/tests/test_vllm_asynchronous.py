@@ -114,9 +114,15 @@ def test_between_tokens_responses_go_on_with_new_weights(tmp_path: Path, options
     assert versions(tmp_path)[0] == {0}
 
 
-def test_between_batches_with_trainer_and_sampler_in_processes_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["between_batches", "between_tokens"])
+def test_trainer_and_sampler_in_processes_of_their_own(tmp_path: Path, way: str) -> None:
     pytest.importorskip("ray", reason="ray is not installed")
     runtime = {"use": "ray", "device": "cpu", "object_store_mb": 100}
-    lines = train(tmp_path, runtime=runtime, **{"actor_train.device_mapping": [0], "actor_infer.device_mapping": [1]})
+    devices = {"actor_train.device_mapping": [0], "actor_infer.device_mapping": [1]}
+    lines = train(tmp_path, runtime=runtime, weight_update=way, **devices)
     check(lines)
-    assert versions(tmp_path) == [{0}, {0}, {1}, {2}]
+    if way == "between_batches":
+        assert versions(tmp_path) == [{0}, {0}, {1}, {2}]
+    else:
+        assert max(line["async/version_span"] for line in lines if "async/version_span" in line) == 1
+        assert versions(tmp_path)[0] == {0}

@@ -46,16 +46,16 @@ class Seeing:
         self.folder = source.prepare({"recipe": RECIPE})
         self.chat, self.vision = source.chat(self.folder), Vision(self.folder)
         self.context = InferenceContext(
-            self.folder, self.chat, dtype="fp32", sequence_length=256, weight_sync_timeout=60.0
+            self.folder, self.chat, dtype="fp32", sequence_length=512, weight_sync_timeout=60.0
         )
         self.backend = VllmBackend(VllmConfig(**options), self.context)
         self.model = load_causal_lm(self.folder, "fp32", "sdpa")
         self.runner = asyncio.Runner()
 
-    def request(self, seed: int, temperature: float, *images: np.ndarray) -> Request:
+    def request(self, seed: int, temperature: float, *images: np.ndarray, tokens: int = 6) -> Request:
         parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": "Which way?"}]
         ids = self.chat.render([{"role": "user", "content": parts}], images)
-        return Request(seed, GeneratingArgs(6, temperature), 6, (0, seed), ids=ids, images=images)
+        return Request(seed, GeneratingArgs(tokens, temperature), tokens, (0, seed), ids=ids, images=images)
 
     def ask(self, requests: list[Request]) -> list[Any]:
         async def scene() -> list[Any]:
@@ -63,8 +63,9 @@ class Seeing:
 
         return self.runner.run(scene())
 
-    def off(self, request: Request, answer: Any) -> float:
-        """How far its log-probs are from transformers' own forward with its own positions, at most."""
+    def off(self, request: Request, answer: Any, chosen: slice | np.ndarray = slice(None)) -> float:
+        """How far its log-probs are from transformers' own forward with its own positions, at most, over the `chosen`
+        tokens."""
         import torch
 
         ids = torch.from_numpy(np.concatenate([request.ids, answer.ids]).astype(np.int64))[None]
@@ -74,8 +75,12 @@ class Seeing:
             logits = self.model(
                 input_ids=ids, mm_token_type_ids=(ids == self.vision.token).int(), use_cache=False, **given
             ).logits[0]
-        every = torch.log_softmax(logits / request.args.temperature, -1)[:-1].gather(-1, ids[0, 1:, None]).squeeze(-1)
-        return float(np.abs(answer.logprobs - every[-len(answer.ids) :].numpy()).max())
+        every = (
+            torch.log_softmax(logits / (request.args.temperature or 1.0), -1)[:-1]
+            .gather(-1, ids[0, 1:, None])
+            .squeeze(-1)
+        )
+        return float(np.abs(answer.logprobs - every[-len(answer.ids) :].numpy())[chosen].max())
 
     def check(self, version: int) -> None:
         # 64 × 96 and 40 × 50 pixels are resized: by another processor than the trainer's they would be other pixels.
@@ -129,6 +134,46 @@ def test_an_update_reaches_the_vision_tower_and_cached_images_are_seen_anew(
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     seeing.runner.run(stream(seeing.backend, seeing.model.state_dict().items(), 1))
     seeing.check(1)
+
+
+def test_images_are_seen_anew_by_responses_that_go_on(
+    seeing: Seeing, stream: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(seeing.chat, "stop_ids", ())
+    old = {name: tensor.clone() for name, tensor in seeing.model.state_dict().items()}
+    generator = torch.Generator().manual_seed(4)
+    new = {
+        name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator) if "visual" in name else tensor
+        for name, tensor in old.items()
+    }
+    weights = (old, new)
+    # Greedy: of so many tokens that are drawn, one would be an image's, where transformers would look for an image.
+    asked = [seeing.request(seed, 0.0, picture(seed, 56, 84), picture(9, 28, 28), tokens=400) for seed in range(8)]
+
+    async def scene() -> list[Any]:
+        await stream(seeing.backend, old.items(), 10)
+        tasks = [asyncio.create_task(seeing.backend.generate(request)) for request in asked]
+        version = 10
+        while not all(task.done() for task in tasks):
+            # However fast it samples, it cannot end without meeting weights: they come as long as it goes on.
+            version += 1
+            await stream(seeing.backend, weights[version % 2].items(), version)
+        return await asyncio.gather(*tasks)
+
+    answers = seeing.runner.run(scene())
+    assert max(len(set(answer.versions.tolist())) for answer in answers) > 2
+    checked = 0
+    for place, state in enumerate(weights):
+        seeing.model.load_state_dict(state)
+        for request, answer in zip(asked, answers, strict=True):
+            mine = answer.versions % 2 == place
+            if mine.any() and not (answer.ids == seeing.vision.token).any():
+                assert seeing.off(request, answer, mine) < CLOSE
+                checked += 1
+    assert checked > 1
+    seeing.model.load_state_dict(old)
 
 
 def test_ids_that_do_not_fit_the_images_are_reported(seeing: Seeing) -> None:
