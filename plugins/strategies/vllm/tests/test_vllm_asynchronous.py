@@ -114,7 +114,7 @@ def test_between_tokens_responses_go_on_with_new_weights(tmp_path: Path, options
     assert versions(tmp_path)[0] == {0}
 
 
-@pytest.mark.parametrize("way", ["between_batches", "between_tokens"])
+@pytest.mark.parametrize("way", ["between_batches", pytest.param("between_tokens", marks=pytest.mark.matrix)])
 def test_trainer_and_sampler_in_processes_of_their_own(tmp_path: Path, way: str) -> None:
     pytest.importorskip("ray", reason="ray is not installed")
     runtime = {"use": "ray", "device": "cpu", "object_store_mb": 100}
