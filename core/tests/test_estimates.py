@@ -128,6 +128,24 @@ def test_a_run_without_gpu_is_compared_with_this_machines_main_memory(
     assert "of the whole run about" in estimates.render(values)
 
 
+def test_playing_ahead_takes_a_copy_of_the_weights_and_room_for_what_waits(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = cpu._shares
+    on_cpu(monkeypatch, 10**9)
+    monkeypatch.setattr(cpu, "_shares", shares)
+    # `estimates` and `cpu` ask the one module.
+    monkeypatch.setattr(
+        estimates.transport, "choose", lambda config: "shared_memory" if config.async_generation_ratio else "shared"
+    )
+    behind, ahead = (estimates.estimates(run_of(async_generation_ratio=ratio), model) for ratio in (0, 2))
+    assert (behind["copied"], ahead["copied"]) == (None, 4 * COUNT)
+    assert ahead["cpu"]["rollout"] == 3 * behind["cpu"]["rollout"]
+    more = ahead["one_process"]["total"] - behind["one_process"]["total"]
+    assert more == 4 * COUNT + 2 * behind["cpu"]["rollout"]
+    assert "are a copy of the weights, which playing ahead needs" in estimates.render(ahead)
+
+
 @pytest.mark.parametrize(
     ("changes", "keys"),
     [

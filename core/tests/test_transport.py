@@ -36,6 +36,7 @@ def choose_among(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         devices: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
         dtypes: tuple[Any, Any] = ("bf16", "bf16"),
         one_process: bool = True,
+        ratio: int = 0,
     ) -> str:
         monkeypatch.setattr(FakeStrategy, "transports", staticmethod(lambda config, context: offered))
         monkeypatch.setattr(FakeBackend, "transports", staticmethod(lambda config, context: taken))
@@ -49,6 +50,7 @@ def choose_among(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
                 actor_train=train,
                 actor_infer=infer,
                 runtime=Choice("fake_runtime"),
+                async_generation_ratio=ratio,
             )
         )
 
@@ -76,9 +78,14 @@ def test_one_model_for_both_needs_one_dtype(choose_among: Callable[..., str]) ->
     assert choose_among(taken=("shared", "shared_memory"), dtypes=("fp32", "bf16")) == "shared_memory"
 
 
+def test_a_sampler_that_plays_ahead_has_weights_of_its_own(choose_among: Callable[..., str]) -> None:
+    assert choose_among(taken=("shared", "shared_memory"), ratio=1) == "shared_memory"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"taken": ("shared",), "ratio": 1}, r"\$\.async_generation_ratio: 1: .* Fix: async_generation_ratio: 0"),
         ({"taken": ("pigeon",)}, "no common transport"),
         ({"taken": ("shared",), "dtypes": ("fp32", "bf16")}, "Fix: the same dtype for both"),
         ({"taken": ("shared",), "one_process": False}, "runtime 'fake_runtime' has several processes"),

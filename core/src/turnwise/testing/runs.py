@@ -10,6 +10,9 @@ import yaml  # type: ignore[import-untyped]
 
 from turnwise.config.schema import EnvManagerConfig, RunConfig
 
+UNTIMED = ("time/", "tps/", "system/", "async/groups/", "resume/")
+"""What time decides of the metrics: two equal runs differ in these."""
+
 FAKES: Mapping[str, Any] = {
     "exp_name": "fakes",
     "plugins": ["turnwise.testing.plugin"],
