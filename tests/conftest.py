@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 
 from turnwise.cli.main import main
 from turnwise.plugins import reset_registry
-from turnwise.testing.runs import FAKES, LAKE, written
+from turnwise.testing.runs import FAKES, LAKE, UNTIMED, written
 from turnwise.testing.ticks import run_in_ticks
 
 # Its scripts, of which the tests run samples, are imported by name, as they import one another.
@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 AT = Path(__file__).with_name("at.py")
 IDLE = re.compile(r"While there was a batch to play ahead, the trainer was idle.*\n")
 """What time makes of a report."""
-UNTIMED = ("time/", "tps/", "system/", "async/groups/", "resume/")
 
 FAKE = written(
     FAKES,

@@ -30,7 +30,7 @@ from turnwise.cli.main import main
 from turnwise.pipeline import local, queued  # imported here, and not in each process that is forked
 from turnwise.plugins import reset_registry
 from turnwise.testing.fakes import FakeBackend, FakeStrategy
-from turnwise.testing.runs import FAKES, written
+from turnwise.testing.runs import FAKES, UNTIMED, written
 
 assert local
 
@@ -39,7 +39,6 @@ WAYS = ("between_batches", "between_turns", "between_tokens")
 SECONDS = 120
 """What one run may take, on a machine that does other things as well."""
 AGAIN = 0.4
-UNTIMED = ("time/", "tps/", "system/", "async/groups/", "resume/")
 CONFIG = {
     "max_steps": STEPS,
     "eval_steps": 2,
