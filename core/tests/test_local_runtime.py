@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from turnwise.contracts.runtime import RuntimeContext, ServePlan, TrainPlan
 from turnwise.errors import PluginError, TrainerError
 from turnwise.hookspecs import Implementation
-from turnwise.pipeline.local import LocalRole, LocalRuntime
+from turnwise.pipeline.local import SWITCH_SECONDS, LocalRole, LocalRuntime
 from turnwise.plugins import registry
 from turnwise.testing.registered import made, registered
 
@@ -252,6 +253,19 @@ def test_a_backend_is_placed_as_it_is_in_this_thread() -> None:
 
     assert LocalRuntime.capabilities.one_process
     asyncio.run(run())
+
+
+def test_threads_take_turns_often_until_the_end_of_the_run() -> None:
+    before = sys.getswitchinterval()
+
+    async def run() -> None:
+        here = runtime()
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+        await here.close()
+        await here.close()
+
+    asyncio.run(run())
+    assert sys.getswitchinterval() == before
 
 
 def test_environment_variables_of_roles_are_there_when_they_are_built_and_gone_at_the_end(

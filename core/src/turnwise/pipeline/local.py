@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -138,6 +139,11 @@ def _settle(future: asyncio.Future[Any], outcome: Any, error: BaseException | No
         future.exception()  # a caller that gave up is not a lost error
 
 
+SWITCH_SECONDS = 0.0005
+"""How long a thread may keep the interpreter from one that waits for it. torch lets go of it for every operation, so that a thread which samples
+makes a trainer wait hundreds of times a step: at Python's 5 ms up to a tenth of it."""
+
+
 class LocalRuntime:
     """Everything in one process: training strategies on threads of their own, inference backends as they are."""
 
@@ -147,6 +153,8 @@ class LocalRuntime:
         self._timeout = context.timeout
         self._placed: list[TrainRole | InferenceBackend] = []
         self._before: dict[str, str | None] = {}
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._interval, SWITCH_SECONDS))
 
     async def train(self, plan: TrainPlan) -> TrainRole:
         """Build a training role, its environment variables set in this process until `close`."""
@@ -188,5 +196,6 @@ class LocalRuntime:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+        sys.setswitchinterval(self._interval)
         if errors:
             raise errors[0]
