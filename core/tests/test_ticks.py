@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from ticking import Ticked, ticked
 from turnwise.contracts.inference import Request
 from turnwise.contracts.train import Offer
 from turnwise.data import Generation
+from turnwise.pipeline import queued
 from turnwise.testing.compare import same
 from turnwise.testing.fakes import FakeBackend
 from turnwise.testing.ticks import run_in_ticks
@@ -28,7 +31,7 @@ def own_folder(toy: Any) -> None:
 
 def computed(run: Ticked) -> dict[int, dict[str, float]]:
     """Metrics without what is told of time, and of this process."""
-    untimed = ("time/", "tps/", "system/", "async/groups/")
+    untimed = ("time/", "tps/", "system/", "async/groups/", "resume/")
     return {step: {k: v for k, v in line.items() if not k.startswith(untimed)} for step, line in run.metrics.items()}
 
 
@@ -131,6 +134,60 @@ def test_no_token_is_older_than_the_ratio_and_every_episode_is_trained_once(
         for _, versions in episode:
             assert versions == sorted(versions)
             assert len(set(versions)) == 1 or way == "between_tokens"
+
+
+# ---------------------------------------------------------------- killed
+
+
+def recorded(checkpoint: Path) -> Iterator[tuple[tuple[int, int], int, dict[str, Any]]]:
+    """((group, member), turn, what was sampled) of every turn that open episodes of a checkpoint have behind them."""
+    if (checkpoint / queued.FILE).exists():
+        for group in queued.read(checkpoint)["queue"]:
+            for member, generations, _ in group.get("records", ()):
+                yield from (((group["identity"][2], member), turn, one) for turn, one in generations)
+
+
+@settings(max_examples=25)
+@given(
+    until=st.floats(1, 150),
+    training=st.sampled_from([3, 11.5, 30]),
+    ratio=st.integers(1, 2),
+    way=st.sampled_from(WAYS),
+    every=st.integers(1, 2),
+)
+def test_killed_at_any_tick_and_resumed_every_episode_is_trained_once(
+    tmp_path_factory: pytest.TempPathFactory, until: float, training: float, ratio: int, way: str, every: int
+) -> None:
+    out = str(tmp_path_factory.mktemp("out"))
+    options: dict[str, Any] = {"training": training, "ratio": ratio, "way": way, "save_steps": every, "eval_steps": 2}
+    killed = ticked(out, until=until, **options)
+    resumed = ticked(out, resume_from_checkpoint=True, **options)
+    run = resumed.after(killed)
+    assert resumed.first % every == 0
+    for step in range(4):
+        assert [(t.group, t.member) for t in run.played[step, "train"]] == [
+            (step * 2 + slot, member) for slot in range(2) for member in range(2)
+        ]
+        assert step - ratio <= run.versions(step).min()
+        assert run.versions(step).max() <= step
+        line = run.metrics[step]
+        assert (line["rollout/attempts"], line["async/discarded_tokens"]) == (4, 0)
+        if way != "between_batches":
+            assert line["resume/restarted"] == 0
+    for place, turn, generation in recorded(Path(out) / f"checkpoints/checkpoint-{resumed.first:06d}"):
+        played = next(
+            t for key in run.played for t in run.played[key] if key[1] == "train" and (t.group, t.member) == place
+        )
+        # What was sampled before the cut is what was trained, with the versions that it had.
+        for name in ("ids", "versions"):
+            assert (
+                getattr(played.turns[turn], name.replace("ids", "response_ids")).tolist() == generation[name].tolist()
+            )
+    if way == "between_batches":
+        whole = ticked(str(tmp_path_factory.mktemp("whole")), **options)
+        assert run.tokens == whole.tokens
+        assert run.weights == whole.weights
+        assert same(computed(run), computed(whole))
 
 
 # ---------------------------------------------------------------- when

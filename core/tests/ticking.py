@@ -4,11 +4,14 @@ What a run did, and when, is the same every time, so that updates in the middle 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from turnwise.config import load
 from turnwise.config.convert import to_plain
@@ -21,11 +24,22 @@ from turnwise.testing.ticks import run_in_ticks
 
 @frozen
 class Ticked:
-    """What a run left: the metrics of each step, the trajectories by (step, split), and the weights at its end."""
+    """What a run left: the metrics of each step, the trajectories by (step, split), the weights at its end, and the
+    step at which it began."""
 
     metrics: dict[int, dict[str, float]]
     played: dict[tuple[int, str], list[Trajectory]]
     weights: bytes
+    first: int = 0
+
+    def after(self, killed: Ticked) -> Ticked:
+        """This run, which went on from a checkpoint of another, with the steps that were trained before."""
+        return evolve(
+            self,
+            metrics={step: line for step, line in killed.metrics.items() if step < self.first} | self.metrics,
+            played={key: played for key, played in killed.played.items() if key[0] < self.first} | self.played,
+            first=killed.first,
+        )
 
     @property
     def tokens(self) -> list[Any]:
@@ -43,9 +57,17 @@ class Ticked:
 
 
 def ticked(
-    out: str, *, training: float, way: str = "between_tokens", ratio: int = 1, groups: int = 2, **changes: Any
+    out: str,
+    *,
+    training: float,
+    way: str = "between_tokens",
+    ratio: int = 1,
+    groups: int = 2,
+    until: float = math.inf,
+    **changes: Any,
 ) -> Ticked:
-    """Train, in the current folder. `changes`: further keys, with `__` for a dot."""
+    """Train, in the current folder. `until`: the tick at which the run is no more. `changes`: further keys, with `__`
+    for a dot."""
     settings = {
         "output_dir": out,
         "max_steps": 4,
@@ -62,11 +84,15 @@ def ticked(
         "actor_infer.strategy_args.strategy_config": {"token": 1.0},
         "train_env_manager.num_env_groups": groups,
     }
-    path = Path(f"{out}.yaml")
+    path = Path(f"{Path(out).name}.yaml")
     path.write_text(written(FAKES, settings | {k.replace("__", "."): v for k, v in changes.items()}), encoding="utf-8")
     loaded = load(path)
-    run_in_ticks(Pipeline(loaded.config, Path(), to_plain(loaded.config)).run())
+    run = Pipeline(loaded.config, Path(), to_plain(loaded.config)).run()
+    with contextlib.suppress(TimeoutError):
+        # Cancelled, a run saves nothing and says nothing, as one that is killed.
+        run_in_ticks(asyncio.wait_for(run, None if math.isinf(until) else until))
     logger = FakeLogger.latest
     assert logger is not None
-    last = max((Path(out) / "checkpoints").iterdir())
-    return Ticked(logger.metrics, logger.played, (last / "model" / "weights.npy").read_bytes())
+    saved = sorted((Path(out) / "checkpoints").glob("checkpoint-*"))
+    weights = (saved[-1] / "model" / "weights.npy").read_bytes() if saved else b""
+    return Ticked(logger.metrics, logger.played, weights, *logger.resumed[-1:])
