@@ -34,6 +34,7 @@ class FakeRole(StrategyRole):
 
     async def run(self, method: str, work: Callable[[TrainStrategy], T]) -> T:
         """Do it here and now, or at the end of the time that an update takes."""
+        # First the time, then the work: until it is over, others find the weights as they were.
         if method == "update" and self._update:
             await asyncio.sleep(self._update)
         with boundary(f"{self.role}: {method}", TrainerError):

@@ -158,6 +158,7 @@ class FakeEnvManager:
                 actions=tuple(info.get("actions", ())),
                 **asked,
             )
+            # Before the step, which replaces both: they are what the response answered.
             seen, anchor = observation, info.get("state_key", observation)
             observation, reward, terminated, truncated, info = await episode.environment.step(
                 generation.text, Response.of(generation)

@@ -27,6 +27,7 @@ class _Jumps(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """What has come. Without a timer only something from outside can go on, a signal: that is waited for."""
+        # 0 where something is ready: what runs now takes no time.
         if timeout:
             self.now += timeout
         return super().select(None if timeout is None else 0)
