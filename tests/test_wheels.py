@@ -80,6 +80,14 @@ def test_pip_finds_the_siblings_of_a_distribution(dist: Path, fresh: Path) -> No
     assert {"gigpo", "vllm"} <= {entry["name"] for entry in plugins}
 
 
+def test_what_the_readme_installs_elsewhere_is_all_that_its_example_names(dist: Path, fresh: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
+    (line,) = re.findall(r"^pip install --find-links dist (.*)$", readme, re.MULTILINE)
+    install(fresh, dist, *line.partition("#")[0].split())
+    planned = run(fresh.with_name("turnwise"), "plan", ROOT / "examples" / "frozen_lake.yaml")
+    assert "16 groups × 16 = 256 trajectories a step" in planned
+
+
 def test_whatever_is_installed_from_wheels_is_complete(dist: Path, fresh: Path) -> None:
     assert set(install(fresh, dist, *NAMES)) == NAMES
     plugins = json.loads(run(fresh.with_name("turnwise"), "plugins", "--json"))
