@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 
 from turnwise.cli.main import main
 from turnwise.plugins import reset_registry
-from turnwise.testing.runs import FAKES, LAKE, UNTIMED, written
+from turnwise.testing.runs import COUNTING, FAKES, LAKE, UNTIMED, written
 from turnwise.testing.ticks import run_in_ticks
 
 # Its scripts, of which the tests run samples, are imported by name, as they import one another.
@@ -30,31 +30,7 @@ AT = Path(__file__).with_name("at.py")
 IDLE = re.compile(r"While there was a batch to play ahead, the trainer was idle.*\n")
 """What time makes of a report."""
 
-FAKE = written(
-    FAKES,
-    {
-        "max_steps": 6,
-        "eval_steps": 3,
-        "save_steps": 2,
-        "rollout_batch_size": 8,
-        "sequence_length": 128,
-        "runtime": "local",
-        "model_source": "fake_source",
-        "adv_estimator": "fake_estimator",
-        "pg_variant": "fake_loss",
-        "batch_adjust_mode": "fake_adjust",
-        "actor_train.training_args.per_device_train_batch_size": 4,
-        "actor_train.strategy_args.strategy_name": "fake_strategy",
-        "actor_infer.generating_args.temperature": 1.0,
-        "actor_infer.strategy_args.strategy_name": "fake_backend",
-        "train_env_manager": {"num_env_groups": 2, "group_size": 4, "tags": ["Count"]},
-        "val_env_manager": {"num_env_groups": 4, "group_size": 1, "tags": ["Count"]},
-        "custom_envs": {
-            "Count": {"env_type": "fake_env", "env_manager": "fake_manager", "max_steps": 3, "step": "inline"}
-        },
-        "track_with": [{"use": "jsonl", "every": 1}],
-    },
-)
+FAKE = written(FAKES, {**COUNTING, "eval_steps": 3, "save_steps": 2})
 SMALL_LAKE = written(
     LAKE,
     {

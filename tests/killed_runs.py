@@ -30,7 +30,7 @@ from turnwise.cli.main import main
 from turnwise.pipeline import local, queued  # imported here, and not in each process that is forked
 from turnwise.plugins import reset_registry
 from turnwise.testing.fakes import FakeBackend, FakeStrategy
-from turnwise.testing.runs import FAKES, UNTIMED, written
+from turnwise.testing.runs import COUNTING, FAKES, UNTIMED, written
 
 assert local
 
@@ -40,24 +40,13 @@ SECONDS = 120
 """What one run may take, on a machine that does other things as well."""
 AGAIN = 0.4
 CONFIG = {
+    **COUNTING,
     "max_steps": STEPS,
     "eval_steps": 2,
     "save_steps": 1,
     "rollout_batch_size": GROUPS * SIZE,
-    "sequence_length": 128,
-    "runtime": "local",
-    "model_source": "fake_source",
-    "adv_estimator": "fake_estimator",
-    "pg_variant": "fake_loss",
-    "batch_adjust_mode": "fake_adjust",
-    "actor_train.training_args.per_device_train_batch_size": 4,
-    "actor_train.strategy_args.strategy_name": "fake_strategy",
-    "actor_infer.generating_args.temperature": 1.0,
-    "actor_infer.strategy_args": {"strategy_name": "fake_backend", "strategy_config": {"delay": 0.06}},
+    "actor_infer.strategy_args.strategy_config": {"delay": 0.06},
     "train_env_manager": {"num_env_groups": GROUPS, "group_size": SIZE, "tags": ["Count"]},
-    "val_env_manager": {"num_env_groups": 4, "group_size": 1, "tags": ["Count"]},
-    "custom_envs": {"Count": {"env_type": "fake_env", "env_manager": "fake_manager", "max_steps": 3, "step": "inline"}},
-    "track_with": [{"use": "jsonl", "every": 1}],
 }
 PHASES = {
     "playing": "turnwise.rollout.worker:LocalExecutor.play",

@@ -19,6 +19,7 @@ from turnwise.data import Generation
 from turnwise.pipeline import queued
 from turnwise.testing.compare import same
 from turnwise.testing.fakes import FakeBackend
+from turnwise.testing.runs import UNTIMED
 from turnwise.testing.ticks import run_in_ticks
 
 WAYS = ["between_batches", "between_turns", "between_tokens"]
@@ -31,8 +32,7 @@ def own_folder(toy: Any) -> None:
 
 def computed(run: Ticked) -> dict[int, dict[str, float]]:
     """Metrics without what is told of time, and of this process."""
-    untimed = ("time/", "tps/", "system/", "async/groups/", "resume/")
-    return {step: {k: v for k, v in line.items() if not k.startswith(untimed)} for step, line in run.metrics.items()}
+    return {step: {k: v for k, v in line.items() if not k.startswith(UNTIMED)} for step, line in run.metrics.items()}
 
 
 # ---------------------------------------------------------------- the clock

@@ -39,6 +39,27 @@ FAKES: Mapping[str, Any] = {
 }
 """Seconds long, without torch: what the loop, the CLI and a runtime do with any plugin."""
 
+COUNTING: Mapping[str, Any] = {
+    "max_steps": 6,
+    "rollout_batch_size": 8,
+    "sequence_length": 128,
+    "runtime": "local",
+    "model_source": "fake_source",
+    "adv_estimator": "fake_estimator",
+    "pg_variant": "fake_loss",
+    "batch_adjust_mode": "fake_adjust",
+    "actor_train.training_args.per_device_train_batch_size": 4,
+    "actor_train.strategy_args.strategy_name": "fake_strategy",
+    "actor_infer.generating_args.temperature": 1.0,
+    "actor_infer.strategy_args.strategy_name": "fake_backend",
+    "train_env_manager": {"num_env_groups": 2, "group_size": 4, "tags": ["Count"]},
+    "val_env_manager": {"num_env_groups": 4, "group_size": 1, "tags": ["Count"]},
+    "custom_envs": {"Count": {"env_type": "fake_env", "env_manager": "fake_manager", "max_steps": 3, "step": "inline"}},
+    "track_with": [{"use": "jsonl", "every": 1}],
+}
+"""Changes of FAKES for runs that are killed, interrupted and compared: two groups of four, two updates a step, metrics and
+trajectories in files."""
+
 LAKE: Mapping[str, Any] = {
     "exp_name": "lake",
     "plugins": [
