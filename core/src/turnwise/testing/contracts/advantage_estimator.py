@@ -20,6 +20,7 @@ KIND = "advantage_estimator"
 
 
 def build(implementation: Subject) -> Any:
+    """The estimator with its context, or the default one."""
     return implementation.build(implementation.supplied.get("context", EstimatorContext()))
 
 
@@ -45,6 +46,7 @@ def by_trajectory(batch: Batch, values: np.ndarray) -> dict[tuple[int, int], np.
 
 
 def test_shapes_and_types(implementation: Subject) -> None:
+    """Float64 [tokens], advantages and returns."""
     estimator = build(implementation)
     assert isinstance(implementation.capabilities(EstimatorCapabilities).needs, frozenset)
     assert isinstance(estimator.token_rewards, bool)
@@ -60,6 +62,7 @@ def test_shapes_and_types(implementation: Subject) -> None:
 
 
 def test_nothing_stands_outside_the_mask(implementation: Subject) -> None:
+    """Prompts and padding have no advantage."""
     estimator = build(implementation)
     # In one row prompts stand between the turns, in a row per turn before them: both leave places outside the mask.
     for cut in (one_row, row_per_turn):
@@ -73,6 +76,7 @@ def test_nothing_stands_outside_the_mask(implementation: Subject) -> None:
 
 
 def test_the_numbers_of_the_groups_do_not_matter(implementation: Subject) -> None:
+    """A group's number is its name: renumbered, it gets the same advantages."""
     estimator = build(implementation)
     made = trajectories(groups=4)
     # Another order of the groups, and so of all rows.
@@ -88,6 +92,7 @@ def test_the_numbers_of_the_groups_do_not_matter(implementation: Subject) -> Non
 
 
 def test_the_rows_do_not_matter(implementation: Subject) -> None:
+    """A trajectory counts once, in however many rows it is cut."""
     estimator = build(implementation)
     whole, cut = (prepared(implementation, trajectories(), how) for how in (one_row, row_per_turn))
     for name, first, second in zip(("advantages", "returns"), estimator.compute(whole), estimator.compute(cut)):
@@ -99,6 +104,7 @@ def test_the_rows_do_not_matter(implementation: Subject) -> None:
 
 
 def test_what_a_filter_dropped_has_no_influence(implementation: Subject) -> None:
+    """Neither in a baseline, nor with an advantage of its own."""
     estimator = build(implementation)
     made = trajectories()
     # One member of every group, and a whole group.
@@ -123,6 +129,7 @@ def test_what_a_filter_dropped_has_no_influence(implementation: Subject) -> None
 
 
 def test_the_members_of_another_role_are_another_group(implementation: Subject) -> None:
+    """Two players of a game have scores that nobody may average."""
     estimator = build(implementation)
     # Two players of every episode; seeds of their own, by which the trajectories are told apart here.
     first = [evolve(t, role="first") for t in trajectories()]
@@ -141,6 +148,7 @@ def test_the_members_of_another_role_are_another_group(implementation: Subject) 
 
 
 def test_groups_of_one_and_groups_without_variance_are_finite(implementation: Subject) -> None:
+    """Where a spread is zero nothing is divided by it."""
     estimator = build(implementation)
     for case, made in {
         "groups of one": trajectories(members=1),
@@ -154,6 +162,7 @@ def test_groups_of_one_and_groups_without_variance_are_finite(implementation: Su
 
 
 def test_it_is_deterministic_and_leaves_the_batch_as_it_was(implementation: Subject) -> None:
+    """Who comes after it reads the same batch."""
     estimator = build(implementation)
     batch = prepared(implementation, trajectories())
     tables = [batch.trajectories, batch.turns, batch.samples, batch.tokens]

@@ -24,6 +24,7 @@ def given(rows: int, seed: int = 0) -> AdjustInput:
 
 @pytest.mark.parametrize(("unit", "rows"), CASES)
 def test_it_invents_nothing(implementation: Subject, unit: int, rows: int) -> None:
+    """Rows of an update are the batch's, weights finite and not negative."""
     for update in implementation.build(AdjustContext(unit, TRAJECTORIES)).plan(given(rows)):
         assert update.rows.dtype.kind == "i", f"rows are {update.rows.dtype}, not integers."
         assert ((update.rows >= 0) & (update.rows < rows)).all(), f"a row outside 0…{rows - 1} was planned."
@@ -34,6 +35,7 @@ def test_it_invents_nothing(implementation: Subject, unit: int, rows: int) -> No
 
 @pytest.mark.parametrize(("unit", "rows"), CASES)
 def test_updates_says_how_many_plan_makes(implementation: Subject, unit: int, rows: int) -> None:
+    """By which learning rates are planned before the run."""
     policy = implementation.build(AdjustContext(unit, TRAJECTORIES))
     planned = len(policy.plan(given(rows)))
     assert policy.updates(rows) == planned, (
@@ -42,6 +44,7 @@ def test_updates_says_how_many_plan_makes(implementation: Subject, unit: int, ro
 
 
 def test_it_is_deterministic_under_the_seed_alone(implementation: Subject) -> None:
+    """A resumed run makes the same updates."""
     before = global_random_state()
     plans = []
     for _ in range(2):
@@ -56,5 +59,6 @@ def test_it_is_deterministic_under_the_seed_alone(implementation: Subject) -> No
 
 
 def test_no_rows_make_no_rows(implementation: Subject) -> None:
+    """A step in which nothing was played."""
     plan = implementation.build(AdjustContext(4, TRAJECTORIES)).plan(given(0))
     assert all(len(update.rows) == 0 for update in plan), "a step without rows was given some."

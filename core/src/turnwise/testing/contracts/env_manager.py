@@ -25,10 +25,12 @@ KIND = "env_manager"
 
 
 def build(implementation: Subject) -> Any:
+    """The manager with its context, or one of a few turns."""
     return implementation.build(implementation.supplied.get("context", ManagerContext(tag="fake", max_turns=TURNS)))
 
 
 def test_the_trajectories_tell_who_they_are_and_how_they_ended(implementation: Subject, runner: asyncio.Runner) -> None:
+    """Identity, role, stop reason, success."""
     manager = build(implementation)
     game = play(implementation, manager, runner)
     for trajectory in game.trajectories:
@@ -64,6 +66,7 @@ def test_the_trajectories_tell_who_they_are_and_how_they_ended(implementation: S
 
 
 def test_rewards_belong_to_the_step_that_earned_them(implementation: Subject, runner: asyncio.Runner) -> None:
+    """On the turn whose action the environment rewarded."""
     manager = build(implementation)
     for seed in range(4):
         # What the two differ in comes from the environment: a manager's own terms (a penalty of form) are in both.
@@ -80,6 +83,7 @@ def test_rewards_belong_to_the_step_that_earned_them(implementation: Subject, ru
 
 
 def test_a_turn_tells_the_state_before_its_call(implementation: Subject, runner: asyncio.Runner) -> None:
+    """Its observation and anchor, by which turns are grouped."""
     game = play(implementation, build(implementation), runner)
     seen: set[int] = set()
     for turn, call, _ in game.calls:
@@ -99,6 +103,7 @@ def test_a_turn_tells_the_state_before_its_call(implementation: Subject, runner:
 
 
 def test_sampled_tokens_and_their_log_probs_travel_untouched(implementation: Subject, runner: asyncio.Runner) -> None:
+    """Never decoded and encoded again."""
     for turn, call, answer in play(implementation, build(implementation), runner).calls:
         assert answer.ids is not None
         assert answer.logprobs is not None
@@ -115,6 +120,7 @@ def test_sampled_tokens_and_their_log_probs_travel_untouched(implementation: Sub
 
 
 def test_calls_respect_every_limit(implementation: Subject, runner: asyncio.Runner) -> None:
+    """Tokens of a turn and of a prompt with its answer; each call has its number, ids and legal actions."""
     sampler = play(implementation, build(implementation), runner).sampler
     numbers = [call["turn"] for call in sampler.calls]
     assert numbers == sorted(set(numbers)), (
@@ -128,6 +134,7 @@ def test_calls_respect_every_limit(implementation: Subject, runner: asyncio.Runn
 
 
 def test_the_whole_response_reaches_the_environment(implementation: Subject, runner: asyncio.Runner) -> None:
+    """For those that reward form and length."""
     game = play(implementation, build(implementation), runner)
     # Players beside the model speak to the environment, too, and their responses are not among the model's.
     known = [Response.of(answer) for _, _, answer in game.calls]
@@ -143,6 +150,7 @@ def test_the_whole_response_reaches_the_environment(implementation: Subject, run
 
 
 def test_samples_hold_every_sampled_token_once(implementation: Subject, runner: asyncio.Runner) -> None:
+    """With mask, log-prob and version at its place."""
     manager = build(implementation)
     for trajectory in play(implementation, manager, runner).trajectories:
         seen: dict[int, list[tuple[int, float, int]]] = {}
@@ -178,6 +186,7 @@ def _sampled(turn: Turn) -> list[tuple[int, float, int]]:
 
 
 def test_rows_and_calls_are_as_many_as_the_manager_declares(implementation: Subject, runner: asyncio.Runner) -> None:
+    """By which `turnwise plan` counts."""
     manager = build(implementation)
     declares = implementation.capabilities(ManagerCapabilities)
     game = play(implementation, manager, runner)
@@ -196,6 +205,7 @@ def test_rows_and_calls_are_as_many_as_the_manager_declares(implementation: Subj
 
 
 def test_columns_of_its_own_are_declared(implementation: Subject, runner: asyncio.Runner) -> None:
+    """An estimator that needs one is refused where nobody makes it."""
     manager = build(implementation)
     declares = implementation.capabilities(ManagerCapabilities)
     written = {
@@ -211,6 +221,7 @@ def test_columns_of_its_own_are_declared(implementation: Subject, runner: asynci
 
 
 def test_a_first_prompt_over_the_limit_is_never_sent(implementation: Subject, runner: asyncio.Runner) -> None:
+    """The episode ends before its first turn."""
     manager = build(implementation)
     # Below the shortest prompt that the fake chat can write.
     game = play(implementation, manager, runner, limits=evolve(LIMITS, sequence_length=7))
@@ -222,6 +233,7 @@ def test_a_first_prompt_over_the_limit_is_never_sent(implementation: Subject, ru
 
 
 def test_a_failing_environment_is_not_swallowed(implementation: Subject, runner: asyncio.Runner) -> None:
+    """It is retried, and counted, by the scheduler."""
     manager = build(implementation)
     for failure in ("raise", "nan", "nontext"):
         with pytest.raises(EnvironmentFailure):
@@ -229,6 +241,7 @@ def test_a_failing_environment_is_not_swallowed(implementation: Subject, runner:
 
 
 def test_episodes_do_not_meet(implementation: Subject, runner: asyncio.Runner) -> None:
+    """One manager plays many at the same time."""
     manager = build(implementation)
     alone = [play(implementation, manager, runner, seed).trajectories for seed in range(3)]
 
@@ -250,6 +263,7 @@ def test_episodes_do_not_meet(implementation: Subject, runner: asyncio.Runner) -
 
 
 def test_images_are_kept_once_and_named_by_index(implementation: Subject, runner: asyncio.Runner) -> None:
+    """Uint8 [H, W, 3] in the trajectory; turns and rows refer to them."""
     manager = build(implementation)
     game = play(implementation, manager, runner, images=True)
     assert any(call["images"] for call in game.sampler.calls), (
@@ -265,6 +279,7 @@ def test_images_are_kept_once_and_named_by_index(implementation: Subject, runner
 
 
 def test_a_backend_of_messages_gets_messages(implementation: Subject, runner: asyncio.Runner) -> None:
+    """Where there is no chat, nothing is rendered."""
     manager = build(implementation)
     game = play(implementation, manager, runner, input="messages")
     texts = [turn.text for trajectory in game.trajectories for turn in trajectory.turns]

@@ -92,10 +92,12 @@ def _reported(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def hand(implementation: Subject, runner: asyncio.Runner) -> Hand:
+    """A player of a new environment."""
     return Hand(implementation.environment(), runner, tuple(implementation.supplied.get("actions", TEXTS)))
 
 
 def test_same_seed_and_actions_give_the_same_trajectory(implementation: Subject, runner: asyncio.Runner) -> None:
+    """The members of a group, and a retry, meet the same task."""
     player = hand(implementation, runner)
     first = player.play(3)
     assert same(first, player.play(3)), (
@@ -107,6 +109,7 @@ def test_same_seed_and_actions_give_the_same_trajectory(implementation: Subject,
 
 
 def test_other_seeds_differ_somewhere(implementation: Subject, runner: asyncio.Runner) -> None:
+    """A run plays more than one task."""
     player = hand(implementation, runner)
     if getattr(player.environment, "num_tasks", None) == 1:
         return  # its one task may always go the same way
@@ -151,6 +154,7 @@ def report(path: str, clocks: Clocks) -> None:
 def test_another_process_plays_the_same(
     implementation: Subject, runner: asyncio.Runner, elsewhere: dict[str, dict[str, Any]]
 ) -> None:
+    """Workers and resumed runs have the tasks of the first process."""
     here, there = _logs(implementation, runner), elsewhere[implementation.entry.name]["now"]
     assert isinstance(there, list), f"it cannot be played in a second process: {there}"
     assert same(here, there), (
@@ -160,6 +164,7 @@ def test_another_process_plays_the_same(
 
 
 def test_the_time_has_no_influence(implementation: Subject, elsewhere: dict[str, dict[str, Any]]) -> None:
+    """An hour passes between two calls."""
     implementation.environment()  # skips what cannot be built
     now, later = (elsewhere[implementation.entry.name][way] for way in ("now", "later"))
     assert isinstance(now, list), f"it cannot be played in a second process: {now}"
@@ -171,10 +176,12 @@ def test_the_time_has_no_influence(implementation: Subject, elsewhere: dict[str,
 
 
 def test_the_largest_seed_is_taken(implementation: Subject, runner: asyncio.Runner) -> None:
+    """Seeds are drawn from all of 32 bits."""
     hand(implementation, runner).play(LARGEST_SEED)
 
 
 def test_the_process_global_random_state_is_left_untouched(implementation: Subject, runner: asyncio.Runner) -> None:
+    """Others may draw from it."""
     before = global_random_state()
 
     def untouched(what: str) -> None:
@@ -194,6 +201,7 @@ def test_the_process_global_random_state_is_left_untouched(implementation: Subje
 
 
 def test_the_process_global_random_state_has_no_influence(implementation: Subject, runner: asyncio.Runner) -> None:
+    """Others do draw from it."""
     player = hand(implementation, runner)
     with global_seed(1):
         first = player.play(5)
@@ -205,6 +213,7 @@ def test_the_process_global_random_state_has_no_influence(implementation: Subjec
 
 
 def test_two_instances_do_not_disturb_each_other(implementation: Subject, runner: asyncio.Runner) -> None:
+    """The episodes of a batch are played at the same time."""
     # Two tasks, and one: what the members of a group share may be written into.
     for seeds in ((1, 2), (1, 1)):
         alone = [hand(implementation, runner).play(seed) for seed in seeds]
@@ -222,6 +231,7 @@ def test_two_instances_do_not_disturb_each_other(implementation: Subject, runner
 
 
 def test_it_plays_the_same_in_another_thread(implementation: Subject, runner: asyncio.Runner) -> None:
+    """Where steps run by default."""
     player = hand(implementation, runner)
     if inspect.iscoroutinefunction(player.environment.step):
         return  # coroutines run in the driver's own thread
@@ -234,6 +244,7 @@ def test_it_plays_the_same_in_another_thread(implementation: Subject, runner: as
 
 
 def test_it_pickles(implementation: Subject, runner: asyncio.Runner) -> None:
+    """For `step: process`, and workers elsewhere."""
     environment = implementation.environment()
     copy = pickle.loads(pickle.dumps(environment))
     texts = tuple(implementation.supplied.get("actions", TEXTS))
@@ -243,6 +254,7 @@ def test_it_pickles(implementation: Subject, runner: asyncio.Runner) -> None:
 
 
 def test_values_are_finite_and_of_the_types_of_the_contract(implementation: Subject, runner: asyncio.Runner) -> None:
+    """Observations, rewards, ends."""
     player = hand(implementation, runner)
     for seed in SEEDS:
         player.play(seed)  # observations and rewards are checked on the way
@@ -250,6 +262,7 @@ def test_values_are_finite_and_of_the_types_of_the_contract(implementation: Subj
 
 
 def test_info_holds_what_the_contract_names(implementation: Subject, runner: asyncio.Runner) -> None:
+    """Of the types that those who read it expect."""
     player = hand(implementation, runner)
     player.reset(0)
     infos = [player._info]
@@ -273,6 +286,7 @@ def test_info_holds_what_the_contract_names(implementation: Subject, runner: asy
 
 
 def test_its_own_answers_are_right(implementation: Subject, runner: asyncio.Runner) -> None:
+    """What `info` calls the answer is rewarded."""
     player = hand(implementation, runner)
     for seed in SEEDS:
         player.reset(seed)
@@ -291,6 +305,7 @@ def test_its_own_answers_are_right(implementation: Subject, runner: asyncio.Runn
 
 
 def test_an_empty_action_is_answered(implementation: Subject, runner: asyncio.Runner) -> None:
+    """The action of a response in which none was found."""
     player = hand(implementation, runner)
     player.reset(0)
     # '' is what the manager sends when it found no action.
@@ -300,6 +315,7 @@ def test_an_empty_action_is_answered(implementation: Subject, runner: asyncio.Ru
 def test_an_environment_that_takes_the_response_plays_with_and_without_it(
     implementation: Subject, runner: asyncio.Runner
 ) -> None:
+    """A manager may have none to give."""
     player = hand(implementation, runner)
     if not takes_response(player.environment):
         return  # it reads the action alone
@@ -320,6 +336,7 @@ def test_an_environment_that_takes_the_response_plays_with_and_without_it(
 
 
 def check_images(log: list[Any]) -> None:
+    """The images among the observations of a log are images."""
     for observation in (part for part in log if isinstance(part, list)):
         for part in observation:
             image = part.get("image")
@@ -329,10 +346,12 @@ def check_images(log: list[Any]) -> None:
 
 
 def is_image(value: Any) -> bool:
+    """Whether it is a uint8 array [H, W, 3]."""
     return isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3
 
 
 def test_it_renders(implementation: Subject, runner: asyncio.Runner) -> None:
+    """A text or a picture, where there is `render`."""
     player = hand(implementation, runner)
     if not hasattr(player.environment, "render"):
         return  # it need not
@@ -344,6 +363,7 @@ def test_it_renders(implementation: Subject, runner: asyncio.Runner) -> None:
 
 
 def test_it_closes_twice(implementation: Subject, runner: asyncio.Runner) -> None:
+    """After a failure nobody knows whether it was closed."""
     player = hand(implementation, runner)
     player.play(0)
     for _ in range(2 if hasattr(player.environment, "close") else 0):

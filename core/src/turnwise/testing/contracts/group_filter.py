@@ -13,6 +13,7 @@ KIND = "group_filter"
 
 
 def test_it_gives_one_bool_per_trajectory(implementation: Subject) -> None:
+    """Bool [trajectories], of an empty table too."""
     group_filter = implementation.build(FilterContext())
     for made in (trajectories(), trajectories(members=1), trajectories(rewards=(0.5,)), []):
         table = batch_of(made).trajectories
@@ -22,6 +23,7 @@ def test_it_gives_one_bool_per_trajectory(implementation: Subject) -> None:
 
 
 def test_it_is_deterministic_and_leaves_the_table_as_it_was(implementation: Subject) -> None:
+    """What it drops stays in the metrics as it was."""
     table = batch_of(trajectories()).trajectories
     before, state = {name: column.copy() for name, column in table.items()}, global_random_state()
     first, second = (implementation.build(FilterContext(seed=3)).keep(table) for _ in range(2))

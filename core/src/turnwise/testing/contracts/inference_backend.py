@@ -66,10 +66,12 @@ async def answers(backend: Any, asked: Sequence[Request]) -> list[Generation]:
 
 
 def ask(runner: asyncio.Runner, backend: Any, asked: Sequence[Request]) -> list[Generation]:
+    """The answers to all requests, asked at the same time."""
     return runner.run(answers(backend, asked))
 
 
 def test_answers_have_the_shape_of_the_contract(implementation: Subject, runner: asyncio.Runner) -> None:
+    """Ids int32 [n], versions [n], log-probs float32 [n] where it has them."""
     backend = build(implementation)
     for answer in ask(runner, backend, requests(implementation, backend)):
         assert isinstance(answer.text, str)
@@ -88,6 +90,7 @@ def test_answers_have_the_shape_of_the_contract(implementation: Subject, runner:
 
 
 def test_what_it_declares_is_what_it_does(implementation: Subject) -> None:
+    """Its input, its capabilities, and somebody who reads an offer of each transport."""
     backend, context = build(implementation), implementation.need("context")
     assert isinstance(implementation.capabilities(BackendCapabilities), BackendCapabilities)
     assert backend.input in ("ids", "messages")
@@ -99,6 +102,7 @@ def test_what_it_declares_is_what_it_does(implementation: Subject) -> None:
 
 
 def test_log_probs_are_those_of_the_reference(implementation: Subject, runner: asyncio.Runner) -> None:
+    """Of the distribution that was sampled from, temperature included."""
     backend = build(implementation)
     if backend.input == "messages":
         return  # it has no log-probs to compare
@@ -121,6 +125,7 @@ def test_log_probs_are_those_of_the_reference(implementation: Subject, runner: a
 
 
 def test_one_seed_gives_one_answer_alone_or_among_others(implementation: Subject, runner: asyncio.Runner) -> None:
+    """What else is in the batch does not matter."""
     backend = build(implementation)
     if "backend" in implementation.supplied:
         return  # a built backend has a reader behind it, not a seed
@@ -139,6 +144,7 @@ def test_one_seed_gives_one_answer_alone_or_among_others(implementation: Subject
 
 
 def test_a_weight_update_is_seen_in_the_versions(implementation: Subject, runner: asyncio.Runner) -> None:
+    """Staleness is counted by them."""
     backend = build(implementation)
     if not implementation.transports(implementation.need("context")):
         return  # a player has no weights
@@ -154,6 +160,7 @@ def test_a_weight_update_is_seen_in_the_versions(implementation: Subject, runner
 
 
 def test_weights_that_come_between_two_tokens_sample_the_rest(implementation: Subject, runner: asyncio.Runner) -> None:
+    """Each token has the version that sampled it."""
     backend = build(implementation)
     if not implementation.capabilities(BackendCapabilities).updates_between_tokens:
         return  # nobody offers it weights while a response is on its way
@@ -196,6 +203,7 @@ def test_weights_that_come_between_two_tokens_sample_the_rest(implementation: Su
 
 
 def test_a_paused_backend_keeps_requests_until_it_resumes(implementation: Subject, runner: asyncio.Runner) -> None:
+    """None is answered by half of new weights."""
     backend = build(implementation)
     if not implementation.transports(implementation.need("context")):
         return  # a player has no weights and is never paused
@@ -214,6 +222,7 @@ def test_a_paused_backend_keeps_requests_until_it_resumes(implementation: Subjec
 
 
 def test_it_sleeps_wakes_and_closes_twice(implementation: Subject, runner: asyncio.Runner) -> None:
+    """And answers once it is awake again."""
     backend = build(implementation)
     runner.run(backend.sleep())
     runner.run(backend.wake("weights"))

@@ -40,10 +40,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def build(implementation: Subject, folder: Path) -> Any:
+    """The logger of a run in `folder`."""
     return implementation.build(LoggerContext(folder, exp_name="conformance", max_steps=10, config={"seed": 1}))
 
 
 def test_numbers_of_every_kind_and_new_names_are_logged(implementation: Subject, folder: Path) -> None:
+    """NaN, infinities, numpy's scalars."""
     logger = build(implementation, folder)
     logger.scalars(
         0, {"policy/loss": math.nan, "policy/kl": math.inf, "critic/score/mean": np.float32(0.5), "time/step": 1}
@@ -55,6 +57,7 @@ def test_numbers_of_every_kind_and_new_names_are_logged(implementation: Subject,
 
 
 def test_trajectories_of_every_kind_are_logged(implementation: Subject, folder: Path) -> None:
+    """Without log-probs, with images, with a metric that is NaN, and none at all."""
     made = trajectories()
     image = np.zeros((2, 2, 3), np.uint8)
     turn = evolve(made[1].turns[0], logprobs=None, observation=[{"type": "image", "image": image}], images=(0,))
@@ -66,6 +69,7 @@ def test_trajectories_of_every_kind_are_logged(implementation: Subject, folder: 
 
 
 def test_artifacts_of_every_kind_are_taken(implementation: Subject, folder: Path) -> None:
+    """A picture, and a file that is nothing known."""
     (folder / "frame.png").write_bytes(PNG)
     (folder / "notes.bin").write_bytes(b"\x00\x01")
     logger = build(implementation, folder)
@@ -113,6 +117,7 @@ def _text(path: Path) -> str:
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_it_forgets_what_is_played_again(implementation: Subject, folder: Path, step: int) -> None:
+    """And keeps what came before."""
     first = build(implementation, folder)
     first.resume(0)
     log_steps(first, range(4))
@@ -155,12 +160,14 @@ def _sizes(folder: Path) -> list[int]:
 
 
 def test_it_closes_twice_and_before_anything_was_logged(implementation: Subject, folder: Path) -> None:
+    """As a run does that ends early."""
     logger = build(implementation, folder)
     logger.close()
     logger.close()
 
 
 def test_it_stays_in_its_own_files(implementation: Subject, folder: Path) -> None:
+    """Below the run's folder, and none of another's."""
     with writes() as written:
         logger = build(implementation, folder)
         log_steps(logger, range(2))

@@ -17,20 +17,24 @@ KIND = "model_source"
 
 
 def build(implementation: Subject, cache: Path) -> Any:
+    """The source with its context, or one whose cache is `cache`."""
     cache.mkdir(exist_ok=True)
     return implementation.build(implementation.supplied.get("context", ModelSourceContext(cache)))
 
 
 def prepared(implementation: Subject, cache: Path) -> tuple[Any, Path]:
+    """The source, and the folder of the supplied model."""
     source = build(implementation, cache)
     return source, source.prepare(implementation.need("pretrain"))
 
 
 def user(text: str) -> dict[str, Any]:
+    """A message of the user."""
     return {"role": "user", "content": text}
 
 
 def test_prepare_gives_a_model_folder_and_gives_it_again(implementation: Subject, tmp_path: Path) -> None:
+    """In Hugging Face layout, the same from the cache."""
     source, folder = prepared(implementation, tmp_path / "cache")
     assert (folder / "config.json").is_file(), (
         "the prepared folder has no config.json; it must be in Hugging Face layout."
@@ -41,6 +45,7 @@ def test_prepare_gives_a_model_folder_and_gives_it_again(implementation: Subject
 
 
 def test_what_is_not_a_model_is_refused_before_it_is_prepared(implementation: Subject, tmp_path: Path) -> None:
+    """As a Problem of `check`; `prepare` raises."""
     source = build(implementation, tmp_path / "cache")
     (tmp_path / "empty").mkdir()
     for wrong in (str(tmp_path / "empty"), {"no_such_key": 1}):
@@ -52,6 +57,7 @@ def test_what_is_not_a_model_is_refused_before_it_is_prepared(implementation: Su
 
 
 def test_rendered_ids_are_int32_and_the_same_twice(implementation: Subject, tmp_path: Path) -> None:
+    """Int32 [n], and an id that ends the assistant's turn."""
     source, folder = prepared(implementation, tmp_path / "cache")
     chat, text = source.chat(folder), implementation.need("texts")[0]
     ids = chat.render([user(text)])
@@ -62,6 +68,7 @@ def test_rendered_ids_are_int32_and_the_same_twice(implementation: Subject, tmp_
 
 
 def test_an_argument_that_the_template_does_not_read_is_refused(implementation: Subject, tmp_path: Path) -> None:
+    """It would change nothing."""
     source, folder = prepared(implementation, tmp_path / "cache")
     chat, text = source.chat(folder), implementation.need("texts")[0]
     np.testing.assert_array_equal(chat.with_args({}).render([user(text)]), chat.render([user(text)]))
@@ -70,6 +77,7 @@ def test_an_argument_that_the_template_does_not_read_is_refused(implementation: 
 
 
 def test_text_that_continues_a_prompt_decodes_to_itself(implementation: Subject, tmp_path: Path) -> None:
+    """What the environment reads is what was sampled."""
     source, folder = prepared(implementation, tmp_path / "cache")
     chat = source.chat(folder)
     for text in implementation.need("texts"):
@@ -81,6 +89,7 @@ def test_text_that_continues_a_prompt_decodes_to_itself(implementation: Subject,
 
 
 def test_special_tokens_are_no_text_wherever_they_were_sampled(implementation: Subject, tmp_path: Path) -> None:
+    """No environment reads the marks of a template."""
     source, folder = prepared(implementation, tmp_path / "cache")
     chat = source.chat(folder)
     for text in implementation.need("texts"):
@@ -95,6 +104,7 @@ def test_special_tokens_are_no_text_wherever_they_were_sampled(implementation: S
 
 
 def test_the_continuation_equals_the_whole_dialogue_rendered(implementation: Subject, tmp_path: Path) -> None:
+    """Tokens of earlier turns stay as they were sampled."""
     source, folder = prepared(implementation, tmp_path / "cache")
     chat = source.chat(folder)
     for text in implementation.need("texts"):

@@ -26,6 +26,7 @@ def torch() -> Any:
 
 
 def build(implementation: Subject) -> Any:
+    """The loss with its context, or the default one."""
     return implementation.build(implementation.supplied.get("context", LossContext()))
 
 
@@ -85,6 +86,7 @@ def gradient(torch: Any, policy_loss: Any, columns: dict[str, Any], segments: bo
 
 
 def test_shape_and_metrics(implementation: Subject, torch: Any) -> None:
+    """A loss per token, metrics without a gradient."""
     policy_loss = build(implementation)
     assert isinstance(implementation.capabilities(LossCapabilities), LossCapabilities)
     columns = random_columns(torch)
@@ -102,6 +104,7 @@ def test_shape_and_metrics(implementation: Subject, torch: Any) -> None:
 
 
 def test_gradient_flows_through_the_new_log_probs_alone(implementation: Subject, torch: Any) -> None:
+    """All other columns are data."""
     columns = random_columns(torch)
     before = {name: column.clone() for name, column in columns.items()}
     # The rest is data in training.
@@ -120,6 +123,7 @@ def test_gradient_flows_through_the_new_log_probs_alone(implementation: Subject,
 
 
 def test_the_order_of_the_samples_does_not_matter(implementation: Subject, torch: Any) -> None:
+    """Rows are dealt to ranks at will."""
     columns = random_columns(torch)
     starts = torch.cumsum(torch.tensor((0, *LENGTHS)), 0)
     # Whole samples are moved: the tokens of one stay together, as in every micro-batch.
@@ -131,6 +135,7 @@ def test_the_order_of_the_samples_does_not_matter(implementation: Subject, torch
 
 
 def test_the_other_samples_of_the_view_do_not_matter(implementation: Subject, torch: Any) -> None:
+    """Micro-batches cut an update anywhere."""
     policy_loss, columns = build(implementation), random_columns(torch)
     loss, flows = gradient(torch, policy_loss, columns)
     for sample in range(len(LENGTHS)):
@@ -146,6 +151,7 @@ def test_the_other_samples_of_the_view_do_not_matter(implementation: Subject, to
 
 
 def test_every_token_is_pushed_where_its_advantage_says(implementation: Subject, torch: Any) -> None:
+    """Up where it is positive, down where it is negative."""
     policy_loss = build(implementation)
     # The difference between good and bad, so that terms without the advantage (a KL) and one-sided losses are fine.
     good, bad = (gradient(torch, policy_loss, on_policy(torch, advantage))[1] for advantage in (1.0, -1.0))
@@ -161,6 +167,7 @@ def test_every_token_is_pushed_where_its_advantage_says(implementation: Subject,
 
 
 def test_what_it_declares_of_the_ratio_is_true(implementation: Subject, torch: Any) -> None:
+    """By which old log-probs are computed or left out."""
     policy_loss, columns = build(implementation), random_columns(torch)
     declares = implementation.capabilities(LossCapabilities)
     plain = gradient(torch, policy_loss, columns)[1]
@@ -189,6 +196,7 @@ def test_what_it_declares_of_the_ratio_is_true(implementation: Subject, torch: A
 
 
 def test_it_needs_no_column_that_it_does_not_declare(implementation: Subject, torch: Any) -> None:
+    """One that is not asked for may be missing."""
     policy_loss, columns = build(implementation), random_columns(torch)
     declares = implementation.capabilities(LossCapabilities)
     _, metrics = policy_loss.loss(view(columns))
@@ -206,6 +214,7 @@ def test_it_needs_no_column_that_it_does_not_declare(implementation: Subject, to
 
 
 def test_it_is_finite_at_extremes(implementation: Subject, torch: Any) -> None:
+    """For ratios that overflow an exponential."""
     columns = {
         name: c.float() if c.is_floating_point() else c
         for name, c in random_columns(torch, EXTREME_LOG_PROB / 4, EXTREME_ADVANTAGE).items()

@@ -32,17 +32,20 @@ def model(tmp_path: Path) -> Path:
 
 
 def build(implementation: Subject) -> Runtime:
+    """The runtime with its context, or one of a minute's patience."""
     runtime: Runtime = implementation.build(implementation.supplied.get("context", RuntimeContext(timeout=60.0)))
     return runtime
 
 
 def trainer(model: Path, trainable: bool = True) -> TrainPlan:
+    """A plan for the fake strategy."""
     return TrainPlan("actor_train", "fake_strategy", None, TrainContext(model, "actor_train", trainable=trainable))
 
 
 def test_a_placed_strategy_answers_as_the_strategy_itself(
     implementation: Subject, runner: asyncio.Runner, model: Path
 ) -> None:
+    """Wherever it runs."""
     runtime, plan, rows = build(implementation), trainer(model), training_rows()
     assert isinstance(implementation.capabilities(RuntimeCapabilities), RuntimeCapabilities)
     role = runner.run(runtime.train(plan))
@@ -57,6 +60,7 @@ def test_a_placed_strategy_answers_as_the_strategy_itself(
 def test_a_placed_strategy_has_every_method_of_a_training_role(
     implementation: Subject, runner: asyncio.Runner, model: Path
 ) -> None:
+    """The pipeline has one code path."""
     runtime = build(implementation)
     role = runner.run(runtime.train(trainer(model)))
     # From the contract itself, so that a method that it gains is asked for here, too.
@@ -69,6 +73,7 @@ def test_a_placed_strategy_has_every_method_of_a_training_role(
 def test_what_a_role_saved_is_there_again(
     implementation: Subject, runner: asyncio.Runner, model: Path, tmp_path: Path
 ) -> None:
+    """After an update that came between."""
     runtime, rows, folder = build(implementation), training_rows(), tmp_path / "saved"
     folder.mkdir()
     role = runner.run(runtime.train(trainer(model)))
@@ -81,6 +86,7 @@ def test_what_a_role_saved_is_there_again(
 
 
 def test_the_watch_of_a_living_role_does_not_end(implementation: Subject, runner: asyncio.Runner, model: Path) -> None:
+    """Its end is the death of the role."""
     runtime = build(implementation)
     role = runner.run(runtime.train(trainer(model)))
 
@@ -96,6 +102,7 @@ def test_the_watch_of_a_living_role_does_not_end(implementation: Subject, runner
 
 
 def test_episodes_have_an_executor_or_none(implementation: Subject, runner: asyncio.Runner, model: Path) -> None:
+    """Workers of the runtime's own, or the driver's process."""
     runtime = build(implementation)
     plan = ServePlan("actor_infer", "fake_backend", FakeBackendConfig(), InferenceContext(model, FakeChat()))
     executor = runtime.executor((), RolloutSettings(seed=1), FakeChat(), runner.run(runtime.serve(plan)))
@@ -106,6 +113,7 @@ def test_episodes_have_an_executor_or_none(implementation: Subject, runner: asyn
 
 
 def test_calls_of_two_roles_do_not_meet(implementation: Subject, runner: asyncio.Runner, model: Path) -> None:
+    """An update of one leaves the other as it was."""
     runtime, rows = build(implementation), training_rows()
     first, second = (runner.run(runtime.train(trainer(model))) for _ in range(2))
     before = runner.run(second.logprobs(rows))
@@ -117,6 +125,7 @@ def test_calls_of_two_roles_do_not_meet(implementation: Subject, runner: asyncio
 def test_the_exception_of_a_role_arrives_where_it_was_called(
     implementation: Subject, runner: asyncio.Runner, model: Path, tmp_path: Path
 ) -> None:
+    """With its type; the role serves on."""
     runtime = build(implementation)
     role = runner.run(runtime.train(trainer(model, trainable=False)))
     with pytest.raises(TrainerError, match="frozen"):
@@ -131,6 +140,7 @@ def test_the_exception_of_a_role_arrives_where_it_was_called(
 def test_a_role_that_cannot_be_built_is_reported_at_once(
     implementation: Subject, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
+    """And not at its first call."""
     runtime = build(implementation)
     with pytest.raises(CheckpointError):
         runner.run(runtime.train(trainer(tmp_path / "nothing")))
@@ -165,6 +175,7 @@ def test_a_placed_backend_is_a_backend(implementation: Subject, runner: asyncio.
 
 
 def test_roles_and_the_runtime_close_twice(implementation: Subject, runner: asyncio.Runner, model: Path) -> None:
+    """As a run does that ends early."""
     runtime = build(implementation)
     role = runner.run(runtime.train(trainer(model)))
     for _ in range(2):

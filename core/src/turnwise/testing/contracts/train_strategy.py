@@ -24,24 +24,29 @@ TEMPERATURE = 0.7
 
 
 def build(implementation: Subject, **changes: Any) -> Any:
+    """The strategy with the supplied context and `changes` of it."""
     context: TrainContext = implementation.need("context")
     return implementation.build(evolve(context, temperature=TEMPERATURE, **changes))
 
 
 def rows(implementation: Subject) -> Rows:
+    """Rows of valid ids."""
     return training_rows(vocabulary=implementation.supplied.get("vocab_size", 64))
 
 
 def update(implementation: Subject, lr: float | None = None) -> Update:
+    """An update of these rows, by the supplied learning rate."""
     return Update(rows(implementation), implementation.supplied.get("lr", 1e-3) if lr is None else lr)
 
 
 def test_what_is_wrong_is_returned_as_problems(implementation: Subject) -> None:
+    """By `check`, before anything is placed."""
     found = implementation.entry.target().check(implementation.config, implementation.need("context"))
     assert all(isinstance(problem, Problem) for problem in found), "check must return turnwise.errors.Problem records."
 
 
 def test_log_probs_are_those_of_the_reference(implementation: Subject) -> None:
+    """At the temperature that was sampled with."""
     reference = implementation.need("reference_logprobs")
     strategy, given = build(implementation), rows(implementation)
     got = strategy.logprobs(given)
@@ -61,6 +66,7 @@ def test_log_probs_are_those_of_the_reference(implementation: Subject) -> None:
 
 
 def test_an_update_raises_what_has_a_positive_advantage(implementation: Subject) -> None:
+    """With a finite loss, a gradient, and finite sums."""
     strategy = build(implementation)
     before = strategy.logprobs(rows(implementation))
     result = strategy.update(update(implementation))
@@ -73,6 +79,7 @@ def test_an_update_raises_what_has_a_positive_advantage(implementation: Subject)
 
 
 def test_an_update_that_is_not_finite_is_skipped(implementation: Subject) -> None:
+    """The weights stay, the sums are finite, and the next update is made."""
     strategy, given = build(implementation), update(implementation)
     before = strategy.logprobs(given.rows)
     columns = {**given.rows.columns, "advantages": np.full(len(before), np.nan)}
@@ -90,6 +97,7 @@ def test_an_update_that_is_not_finite_is_skipped(implementation: Subject) -> Non
 
 
 def test_rate_zero_changes_nothing(implementation: Subject) -> None:
+    """Neither the gradient nor a weight decay."""
     strategy = build(implementation)
     before = strategy.logprobs(rows(implementation))
     strategy.update(update(implementation, lr=0.0))
@@ -100,6 +108,7 @@ def test_rate_zero_changes_nothing(implementation: Subject) -> None:
 
 
 def test_micro_batches_do_not_change_the_gradient(implementation: Subject) -> None:
+    """The objective is a sum over the whole update."""
     results = []
     # A row a pass, and all rows in one.
     for size in (1, 64):
@@ -113,6 +122,7 @@ def test_micro_batches_do_not_change_the_gradient(implementation: Subject) -> No
 
 
 def test_load_undoes_what_came_after_save(implementation: Subject, tmp_path: Path) -> None:
+    """Weights and the optimizer's state."""
     strategy, given = build(implementation), rows(implementation)
     strategy.update(update(implementation))
     (tmp_path / "state").mkdir()
@@ -133,6 +143,7 @@ def test_load_undoes_what_came_after_save(implementation: Subject, tmp_path: Pat
 
 
 def test_a_folder_without_a_state_is_refused(implementation: Subject, tmp_path: Path) -> None:
+    """By CheckpointError."""
     strategy = build(implementation)
     with pytest.raises(CheckpointError):
         strategy.load(tmp_path)
@@ -140,6 +151,7 @@ def test_a_folder_without_a_state_is_refused(implementation: Subject, tmp_path: 
 
 
 def test_offers_name_their_transport_and_version_and_travel(implementation: Subject) -> None:
+    """All but a shared one pickle."""
     strategy = build(implementation)
     for transport in implementation.transports(implementation.need("context")):
         offer = strategy.offer(transport, 7)
@@ -150,6 +162,7 @@ def test_offers_name_their_transport_and_version_and_travel(implementation: Subj
 
 
 def test_adapters_travel_alone_where_it_says_so(implementation: Subject) -> None:
+    """With the configuration that PEFT reads."""
     if not implementation.capabilities(StrategyCapabilities).adapters:
         return  # it sends whole weights
     pytest.importorskip("peft", reason="adapters need PEFT: pip install 'turnwise-torch[lora]'")
@@ -170,6 +183,7 @@ def test_adapters_travel_alone_where_it_says_so(implementation: Subject) -> None
 
 
 def test_export_writes_a_model_folder(implementation: Subject, tmp_path: Path) -> None:
+    """From which another strategy, or an engine, begins."""
     strategy = build(implementation)
     (tmp_path / "export").mkdir()
     strategy.export(tmp_path / "export")
@@ -180,6 +194,7 @@ def test_export_writes_a_model_folder(implementation: Subject, tmp_path: Path) -
 
 
 def test_a_frozen_strategy_gives_the_same_log_probs(implementation: Subject) -> None:
+    """As a reference, which is never updated."""
     trained, frozen = build(implementation), build(implementation, trainable=False, role="reference", objective=None)
     np.testing.assert_allclose(
         frozen.logprobs(rows(implementation)), trained.logprobs(rows(implementation)), atol=1e-5, rtol=0
@@ -189,6 +204,7 @@ def test_a_frozen_strategy_gives_the_same_log_probs(implementation: Subject) -> 
 
 
 def test_it_offloads_onloads_and_closes_twice(implementation: Subject) -> None:
+    """And is the same afterwards."""
     strategy = build(implementation)
     before = strategy.logprobs(rows(implementation))
     strategy.offload()
