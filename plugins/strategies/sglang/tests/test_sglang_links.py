@@ -22,6 +22,7 @@ from turnwise_sglang import links
 from turnwise_sglang.api import Api
 from turnwise_sglang.backend import TRIES, SglangBackend
 from turnwise_sglang.config import SglangConfig
+from turnwise_sglang.link import Link
 from turnwise_sglang.lora import Adapter
 from turnwise_sglang.memory import MEMORY
 from turnwise_sglang.server import Server
@@ -308,6 +309,37 @@ def test_closing_does_not_wait_for_a_server_of_ours_to_end_its_requests(tmp_path
             await asking
         with pytest.raises(asyncio.CancelledError):
             await cancelled
+
+    played(scene)
+
+
+def test_what_was_sampled_after_an_update_that_failed_half_way_is_no_answer(tmp_path: Path) -> None:
+    """A request that the server held back since before it does not hear of the abort, and is sampled."""
+
+    class Failing(SglangBackend):
+        async def _update(self, link: Link, offer: Offer) -> Link:
+            raise EngineError("the trainer stopped sending")
+
+    class Holding(Fake):
+        async def post(self, path: str, body: Any = None, timeout: float | None = None) -> dict[str, Any]:
+            answer = await super().post(path, body, timeout)
+            facts = {
+                "finish_reason": {"type": "stop"},
+                "output_token_logprobs": [[-1.0, 4, None]],
+                "weight_versions": [{"version": "0", "start": 0, "end": 1}],
+            }
+            return {"output_ids": [4], "meta_info": facts} if path == "/generate" else answer
+
+    async def scene() -> None:
+        server = Holding()
+        backend = built(tmp_path, server, kind=Failing)
+        asking = asyncio.ensure_future(backend.generate(ask()))
+        while "/generate" not in server.calls:
+            await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="the trainer stopped sending"):
+            await backend.receive(Offer("shared_memory", 3, {}))
+        with pytest.raises(EngineError, match="the weight update to version 3 failed half-way"):
+            await asking
 
     played(scene)
 

@@ -107,6 +107,13 @@ def joined(before: Mapping[str, Any] | None, answer: Mapping[str, Any]) -> dict[
     return {"output_ids": [*old["output_ids"], *(answer.get("output_ids") or ())], "meta_info": {**facts, **whole}}
 
 
+def check_given_up(answer: Mapping[str, Any], ours: bool) -> None:
+    """Raises EngineError for an answer that the server gave up, unless that was `ours`."""
+    reason = answer["meta_info"]["finish_reason"]
+    if not ours or reason.get("status_code"):
+        raise EngineError(f"SGLang aborted a request: {reason.get('message') or 'no reason given'}")
+
+
 def ended(answer: Mapping[str, Any], payload: Mapping[str, Any]) -> str:
     """How an answer that was broken off had ended already: `stop`, `length`, or "" if it had not."""
     ids, params = answer["output_ids"], payload["sampling_params"]

@@ -28,7 +28,7 @@ from turnwise_serving.models import sees, vocabulary
 from turnwise_serving.offers import check_offer
 from turnwise_serving.running import CLOSED, Running
 from turnwise_sglang import images, lora, weights
-from turnwise_sglang.answers import Limits, StopStrings, body, continued, ended, generation, joined
+from turnwise_sglang.answers import Limits, StopStrings, body, check_given_up, continued, ended, generation, joined
 from turnwise_sglang.arguments import WHERE, argument_problems, device, machine_problem, memory_problems
 from turnwise_sglang.config import AWAKE, SglangConfig
 from turnwise_sglang.group import from_group
@@ -80,7 +80,9 @@ class SglangBackend:
         # A response in progress names its adapter, and stages that share the layers sample on through a pause: it is
         # broken off, and goes on from its tokens as a new request.
         cut = config.pause_mode == "abort" or context.lora is not None or config.pp_size > 1
-        self._mode, self._pauses = "abort" if cut else "retract", 0
+        self._mode = "abort" if cut else "retract"
+        # Their count, also at the last one whose update failed half-way.
+        self._pauses = self._torn = 0
         # The second one's clocks, the only limit of a response, stand still while the server is paused.
         late = f"SGLang did not answer within request_timeout = {config.request_timeout:g} s. Fix: raise it"
         self._running, self._sampling = Running(), Running(config.request_timeout, late)
@@ -181,7 +183,8 @@ class SglangBackend:
             # Its requests will find out, and replace it.
             with contextlib.suppress(Gone):
                 if self._broken:
-                    # What the server kept would go on with a mixture of weights.
+                    # What the server kept would go on with a mixture of weights, and what it holds back will begin so.
+                    self._torn = self._pauses
                     await link.api.call("/abort_request", {"abort_all": True})
                 await link.api.post("/continue_generation", {"torch_empty_cache": False})
         self._sampling.resume()
@@ -248,9 +251,12 @@ class SglangBackend:
                     raise
                 # It came too late for the adapter that it named.
                 continue
+            if pauses < self._torn:
+                continue
             whole = joined(before, answer)
             if answer["meta_info"]["finish_reason"]["type"] == "abort" and length is None:
-                self._broken_off(answer, pauses)
+                # A closed backend says so when it looks for the server again.
+                check_given_up(answer, self._closed or pauses < self._pauses)
                 before = whole
                 if not (finish := ended(whole, payload)):
                     continue
@@ -293,15 +299,6 @@ class SglangBackend:
         if answer is None or not answer["meta_info"]["finish_reason"]:
             raise Gone("the stream ended early")
         return answer, length
-
-    def _broken_off(self, answer: dict[str, Any], pauses: int) -> None:
-        """An answer that the server gave up: by a pause of ours since there were `pauses` it is asked for again; for
-        any other reason it is an error."""
-        reason = answer["meta_info"]["finish_reason"]
-        if self._closed:
-            raise EngineError(CLOSED)
-        if self._pauses == pauses or reason.get("status_code"):
-            raise EngineError(f"SGLang aborted a request: {reason.get('message') or 'no reason given'}")
 
     def _abort_later(self, link: Link, rid: str) -> None:
         async def send() -> None:
