@@ -259,7 +259,9 @@ class RunConfig:
     render_episodes: int = key(2, "evaluated episodes per tag that are rendered", NOT_NEGATIVE)
     rollout_dump_dir: str | None = key(None, "folder for the trajectories of every step; null: none", PATH)
     num_gpus_per_node: int | None = key(
-        None, "devices that the run expects; `check` compares it with those found", POSITIVE
+        None,
+        "GPUs that the run expects; `check` compares it with those found, where devices are this machine's GPUs",
+        POSITIVE,
     )
     plugins: tuple[str, ...] = key(
         (), "what the run needs: requirement strings, modules, .py files; no:NAME blocks a plugin"
