@@ -76,30 +76,6 @@ def test_the_single_turn_file_is_read_line_by_line() -> None:
     assert (options.mem_fraction_static, options.load_format) == (0.85, "dummy")
 
 
-QUESTIONS = """
-import turnwise
-
-
-class Sums:
-    num_tasks = 12
-
-    def __init__(self, file_name, template, reward):
-        self.wanted = ""
-
-    def reset(self, *, seed=None, options=None):
-        self.wanted = str(options["index"] + 1)
-        return f"{options['index']} plus 1", {"actions": [self.wanted]}
-
-    def step(self, action):
-        right = self.wanted in action.split()
-        return "", float(right), True, False, {"success": right}
-
-
-@turnwise.hookimpl
-def environments():
-    return [turnwise.Implementation("sums", Sums)]
-"""
-"""Questions of a single turn, with the options of the file's environment."""
 # Two heads of 32: vLLM's attention on CPUs has no smaller ones.
 MODEL = "pretrain={recipe: {architecture: qwen2, num_layers: 2, hidden_size: 64, num_heads: 2, tokenizer: word}}"
 CPU = "runtime={use: ray, device: cpu, object_store_mb: 100}"
@@ -115,9 +91,9 @@ SHRUNK = {
         "actor_train.training_args.warmup_steps=1",
     ],
     SINGLE_TURN: [
-        *("plugins=[./questions.py]", "custom_envs.DeepMath.env_type=sums"),
+        f"custom_envs.DeepMath.env_config.data={EXAMPLES / 'data' / 'deepmath.jsonl'}",
         *("actor_train.device_mapping=[0,1]", "actor_infer.device_mapping=[2]", "reference.device_mapping=[0,1]"),
-        *("rollout_batch_size=4", "num_return_sequences_in_group=2", "prompt_length=120", "response_length=8"),
+        *("rollout_batch_size=4", "num_return_sequences_in_group=2", "prompt_length=500", "response_length=8"),
         "actor_train.training_args.gradient_accumulation_steps=8",
     ],
 }
@@ -132,13 +108,20 @@ def test_the_files_run_on_cpus_with_their_own_engines(tmp_path: Path, name: str)
     python = os.environ.get("TURNWISE_SGLANG_PYTHON", "")
     if importlib.util.find_spec("vllm") is None or (name == SINGLE_TURN and not python):
         pytest.skip("the engines are not installed here")
-    (tmp_path / "questions.py").write_text(QUESTIONS, encoding="utf-8")
-    # `plugins:` is read from the folder of the YAML, which is that of `examples`.
-    more = [line.replace("./questions.py", str(tmp_path / "questions.py")) for line in SHRUNK[name]]
-    if name == SINGLE_TURN:
-        more.append(f"actor_infer.strategy_args.strategy_config.python={python}")
+    python_of_sglang = [f"actor_infer.strategy_args.strategy_config.python={python}"] * (name == SINGLE_TURN)
     done = subprocess.run(
-        [sys.executable, "-m", "turnwise.cli.main", "train", EXAMPLES / name, MODEL, CPU, *SHORT, *more],
+        [
+            sys.executable,
+            "-m",
+            "turnwise.cli.main",
+            "train",
+            EXAMPLES / name,
+            MODEL,
+            CPU,
+            *SHORT,
+            *SHRUNK[name],
+            *python_of_sglang,
+        ],
         cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
