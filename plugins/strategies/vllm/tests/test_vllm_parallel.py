@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm_cases import CLOSE, IN_PROCESS
+from vllm_cases import CLOSE, IN_PROCESS, across
 
 from turnwise.contracts.train import Lora
 
@@ -28,16 +28,25 @@ def check(lab: Any, model: Any) -> None:
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_every_process_serves_the_folder_and_then_the_update(make_lab: Callable[..., Any], sizes: str) -> None:
+def test_every_process_serves_the_folder_and_then_the_updates(
+    make_lab: Callable[..., Any], sizes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from turnwise_torch.models import load_causal_lm
 
-    lab = make_lab({"load_format": "auto", **SIZES[sizes]})
+    lab = make_lab({"load_format": "auto", **SIZES[sizes]}, sequence_length=512)
     try:
         assert lab.backend.receivers("shared_memory") == 2
         check(lab, load_causal_lm(lab.context.model, "fp32", "eager"))
         model = lab.model(1)
         lab.serve(model)
         check(lab, model)
+        monkeypatch.setattr(lab.context.chat, "stop_ids", ())
+        other = lab.model(2)
+        asked = [lab.request(seed, tokens=350, length=9 + 130 * (seed % 2), temperature=1.0) for seed in range(4)]
+        for request, answer in zip(asked, across(lab, asked, other), strict=True):
+            assert sorted(set(answer.versions.tolist())) == [lab.version - 1, lab.version]
+            assert lab.off(model, request, answer, answer.versions < lab.version) < CLOSE
+            assert lab.off(other, request, answer, answer.versions == lab.version) < CLOSE
     finally:
         lab.close()
 

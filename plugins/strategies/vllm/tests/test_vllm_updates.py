@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import evolve
-from vllm_cases import CLOSE, FAR, IN_PROCESS, under_way
+from vllm_cases import CLOSE, FAR, IN_PROCESS, across, under_way
 
 from turnwise.contracts.inference import Request
 
@@ -33,19 +33,6 @@ def busy(make_lab: Callable[..., Any]) -> Iterator[Any]:
 def two(busy: Any) -> tuple[Any, Any]:
     """Two models."""
     return busy.model(1), busy.model(2)
-
-
-def across(lab: Any, requests: list[Request], *models: Any) -> list[Any]:
-    """The answers to requests under which these weights come, one after the other, always between two tokens."""
-
-    async def scene() -> list[Any]:
-        tasks = [asyncio.create_task(lab.backend.generate(request)) for request in requests]
-        for model in models:
-            await under_way(lab, len(requests), 5)
-            await lab.send(model.state_dict().items())
-        return await asyncio.gather(*tasks)
-
-    return lab.runner.run(scene())
 
 
 def requests(lab: Any, temperature: float, tokens: int = TOKENS) -> list[Request]:

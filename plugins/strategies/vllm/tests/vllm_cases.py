@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from turnwise.contracts.inference import Request
+
 MISSING = "vllm is not installed (extra: turnwise-vllm[vllm] or [cpu])"
 NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=MISSING)
 # vLLM and what it imports warn of their own accord.
@@ -32,3 +34,16 @@ async def under_way(lab: Any, responses: int, more: int) -> None:
             if len(now) == responses and all(now[name] >= begun[name] + more for name in now):
                 return
             await asyncio.sleep(0.001)
+
+
+def across(lab: Any, requests: list[Request], *models: Any) -> list[Any]:
+    """The answers to requests under which these weights come, one after the other, always between two tokens."""
+
+    async def scene() -> list[Any]:
+        tasks = [asyncio.create_task(lab.backend.generate(request)) for request in requests]
+        for model in models:
+            await under_way(lab, len(requests), 5)
+            await lab.send(model.state_dict().items())
+        return await asyncio.gather(*tasks)
+
+    return lab.runner.run(scene())
