@@ -33,7 +33,7 @@ class Trainer:
 @pytest.fixture(scope="module")
 def bench(make_lab: Callable[..., Any], adapted: Callable[..., Any]) -> Iterator[tuple[Any, Trainer]]:
     """An engine that takes adapters of rank 4, and the trainer."""
-    lab = make_lab({"load_format": "auto"}, lora=Lora(4, 6, sync="adapter"))
+    lab = make_lab({"load_format": "auto"}, lora=Lora(4, 6, sync="adapter"), sequence_length=512)
     yield lab, Trainer(lab.context.model, adapted)
     lab.close()
 
@@ -62,7 +62,7 @@ def test_the_base_serves_until_the_first_adapters_come_which_may_be_in_mid_gener
         assert set(answer.versions.tolist()) == {0}
         assert lab.off(trainer.base, request, answer) < CLOSE
     model, tensors, config = trainer.adapters(1)
-    request = lab.request(2, tokens=200, temperature=0.7)
+    request = lab.request(2, tokens=480, temperature=0.7)
     answer = in_flight(lab, request, lambda: lab.send(tensors.items(), adapter=config))
     before = answer.versions == 0
     assert lab.off(trainer.base, request, answer, before) < CLOSE
@@ -110,7 +110,7 @@ def test_an_update_in_mid_generation_changes_the_next_token_on(bench: Any, monke
         await lab.send(tensors.items(), adapter=config)
 
     lab.runner.run(update())
-    request = lab.request(3, tokens=200, temperature=1.0)
+    request = lab.request(3, tokens=480, temperature=1.0)
     answer = in_flight(lab, request, update)
     for version in set(answer.versions.tolist()):
         assert lab.off(made[version], request, answer, answer.versions == version) < CLOSE
