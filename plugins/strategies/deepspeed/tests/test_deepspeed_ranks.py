@@ -351,7 +351,9 @@ def test_new_processes_resume_exactly(pair: list[dict[str, Any]], resumed: list[
 
 def test_a_state_of_another_stage_is_refused_in_one_line(resumed: list[dict[str, Any]]) -> None:
     for rank in resumed:
-        assert rank["another stage"]["error"].endswith("was saved with zero_stage '1', this run has '2'")
+        assert rank["another stage"]["error"].endswith(
+            "was saved with zero_stage '1', this run has '2'. Fix: resume from a checkpoint of the same run"
+        )
 
 
 def test_a_state_of_another_number_of_processes_is_refused_in_one_line(

@@ -52,5 +52,8 @@ def checked(source: str, facts: dict[str, str], expected: Mapping[str, str]) -> 
     """The facts. Raises CheckpointError if one is not as expected."""
     for name, value in expected.items():
         if facts.get(name) != value:
-            raise CheckpointError(f"{source} was saved with {name} {facts.get(name)!r}, this run has {value!r}")
+            raise CheckpointError(
+                f"{source} was saved with {name} {facts.get(name)!r}, this run has {value!r}. Fix: resume from a"
+                " checkpoint of the same run"
+            )
     return facts
